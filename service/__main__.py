@@ -1,0 +1,165 @@
+"""Assembles one service process and runs it until SIGTERM: `python -m service`, or `cacheroute serve`.
+
+End of life: SIGTERM makes the health services say NOT_SERVING and stops taking streams; requests in flight keep theirs
+for up to `drain_s`, then the process ends. Envoy fails open, so a response that lasts longer still reaches its client.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from random import Random
+
+import grpc
+import structlog
+from aiohttp import web
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as grpc_health
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
+
+from service.errors import CacheRouteError, InvalidInput
+from service.extproc import SERVICE, ExternalProcessor
+from service.feed import Feed
+from service.fleet import Fleet
+from service.health import Prober
+from service.http import build_app
+from service.rates import Rates
+from service.settings import ServiceSettings, load_settings, parse_endpoints, split_address
+from service.store import Store
+from service.table import Current
+from service.telemetry import Telemetry
+
+HEALTH_SERVICES = ("", "liveness", "readiness", SERVICE)
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+def configure_logging(level: str) -> None:
+    """Log JSON lines to standard error."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.dict_tracebacks,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+
+
+def new_server() -> grpc.aio.Server:
+    """Return a gRPC server that fails on a taken port instead of sharing it, and that bears long-lived streams."""
+    return grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 5000)])
+
+
+def bind(server: grpc.aio.Server, listen: str) -> int:
+    """Bind the server; return the port, raise InvalidInput when it cannot be had."""
+    host, port = split_address(listen)
+    try:
+        # Tried first with a plain socket, whose error says why; gRPC's only says that it failed, in a log of its own.
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+        return server.add_insecure_port(listen)
+    except (OSError, RuntimeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "address cannot be bound"
+        raise InvalidInput(f"--listen {listen}: {why}", "free it or choose another one") from exc
+
+
+async def serve(settings: ServiceSettings) -> None:
+    """Run the service until SIGTERM or SIGINT; raise InvalidInput when a port is taken."""
+    started, salt = time.time(), settings.key_salt.encode()
+    fleet, current = Fleet(parse_endpoints(settings.endpoint)), Current()
+    # Numbers begin at the clock: a restarted process of the same name continues above its predecessor's.
+    rates = Rates(settings.rate_window_s, settings.rate_keep_s, first_batch=int(started * 1000))
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter that nobody graphs
+    telemetry = Telemetry(CollectorRegistry())
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=telemetry.registry)
+    telemetry.watch(fleet, current, time.time)
+    prober = Prober(fleet, settings, telemetry)
+    processor = ExternalProcessor(
+        fleet,
+        current,
+        rates,
+        telemetry,
+        Random(),
+        key_headers=settings.key_header,
+        key_salt=salt,
+        key_max_bytes=settings.key_max_bytes,
+        on_connect_failure=prober.connect_failed,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    server, health = new_server(), grpc_health.HealthServicer()
+    server.add_generic_rpc_handlers((processor.rpc(),))
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    bind(server, settings.listen)
+    runner = web.AppRunner(build_app(fleet, current, telemetry, key_salt=salt, draining=stop.is_set), access_log=None)
+    await runner.setup()
+    host, port = split_address(settings.http)
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as exc:
+        await runner.cleanup()
+        raise InvalidInput(f"--http {settings.http}: {exc.strerror}", "free it or choose another one") from exc
+    await server.start()
+    for name in HEALTH_SERVICES:
+        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    store = Store(settings.redis_url, settings.pool) if settings.redis_url else None
+    log.info("serving", pid=os.getpid(), **_in_force(settings))
+
+    background = [asyncio.create_task(prober.run())]
+    if store is not None:
+        background.append(asyncio.create_task(Feed(store, settings, fleet, current, rates, telemetry).run()))
+    ends = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait([ends, *background], return_when=asyncio.FIRST_COMPLETED)
+    log.info("draining", inflight=sum(e.inflight for e in fleet.endpoints), drain_s=settings.drain_s)
+    for name in HEALTH_SERVICES[2:]:
+        await health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await server.stop(settings.drain_s)
+    for task in background:
+        task.cancel()
+    results = await asyncio.gather(*background, return_exceptions=True)
+    if store is not None:
+        await store.close()
+    await runner.cleanup()
+    log.info("stopped", inflight=sum(e.inflight for e in fleet.endpoints))
+    if ends not in done:  # A task that should never end did: say why, and let the supervisor start us again.
+        raise next(r for r in results if isinstance(r, BaseException) and not isinstance(r, asyncio.CancelledError))
+
+
+def _in_force(settings: ServiceSettings) -> dict[str, object]:
+    values = settings.model_dump()
+    values["key_salt"] = "set" if settings.key_salt else "none"
+    scheme, sep, rest = settings.redis_url.partition("://")
+    values["redis_url"] = f"{scheme}{sep}{rest.rpartition('@')[2]}"
+    return values
+
+
+def main() -> None:
+    """Run with the settings of the environment alone."""
+    try:
+        settings = load_settings(os.environ)
+        configure_logging(settings.log_level)
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(serve(settings))
+    except CacheRouteError as exc:
+        sys.stderr.write(f"cacheroute: {exc}\n")
+        sys.exit(exc.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Picks the endpoints for one request; pure, so that the offline replay runs this very code.
+
+1. A key with usable targets gets them all, least-loaded first (reason `planned`).
+2. A key whose targets are all unusable is picked like a cold one (reason `fallback`).
+3. A key without targets, and a request without a key, gets the less loaded of two random endpoints (reason `cold`).
+4. One endpoint outside the list follows as a spare, again the less loaded of two: Envoy walks the list when it cannot
+   connect, and a list of dead targets would otherwise end in its own fallback.
+
+Ties between targets are broken at random: placement charges each copy with an equal share of the key's rate.
+Source: CacheRoute, arXiv 2608.19677, dispatch step; the spare and rule 2 are ours.
+"""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Literal, NamedTuple
+
+from service.errors import NoReadyEndpoint
+from service.fleet import Endpoint, Fleet
+from service.table import Table
+
+Reason = Literal["planned", "fallback", "cold"]
+
+
+class Pick(NamedTuple):
+    """Endpoints in the order Envoy shall try them, never empty, and why the first is first."""
+
+    endpoints: tuple[Endpoint, ...]
+    reason: Reason
+
+
+def pick(table: Table, fleet: Fleet, key_hash: int | None, rng: Random) -> Pick:
+    """Return the endpoints for a request with this key (None: no key); 2 to 4 µs.
+
+    Raise NoReadyEndpoint when no endpoint is usable.
+    """
+    usable = fleet.usable
+    if not usable:
+        raise NoReadyEndpoint(len(fleet.endpoints))
+    names = table.targets.get(key_hash) if key_hash is not None else None
+    if names is None:
+        return Pick(_with_spare([_two_choices(usable, rng)], usable, rng), "cold")
+    by_name = fleet.by_name
+    targets = [e for name in names if (e := by_name.get(name)) is not None and e.usable]
+    if not targets:
+        return Pick(_with_spare([_two_choices(usable, rng)], usable, rng), "fallback")
+    if len(targets) > 1:
+        start = int(rng.random() * len(targets))
+        targets = targets[start:] + targets[:start]
+        targets.sort(key=_load)
+    return Pick(_with_spare(targets, usable, rng), "planned")
+
+
+def _load(endpoint: Endpoint) -> int:
+    return endpoint.inflight + endpoint.inflight_elsewhere
+
+
+def _two_choices(endpoints: Sequence[Endpoint], rng: Random) -> Endpoint:
+    """Return the less loaded of two distinct random endpoints, the first drawn on a tie (power of two choices)."""
+    n = len(endpoints)
+    if n == 1:
+        return endpoints[0]
+    # rng.random() costs a tenth of rng.sample, and its bias at these n is below 1e-13.
+    first = int(rng.random() * n)
+    second = (first + 1 + int(rng.random() * (n - 1))) % n
+    a, b = endpoints[first], endpoints[second]
+    return a if _load(a) <= _load(b) else b
+
+
+def _with_spare(chosen: list[Endpoint], usable: Sequence[Endpoint], rng: Random) -> tuple[Endpoint, ...]:
+    if len(chosen) < len(usable):
+        rest = [e for e in usable if e not in chosen] if len(chosen) > 1 else [e for e in usable if e is not chosen[0]]
+        chosen.append(_two_choices(rest, rng))
+    return tuple(chosen)

@@ -1,0 +1,215 @@
+"""Answers Envoy's external processing streams; the only file that knows the protocol.
+
+One stream is one request:
+1. Request headers: read the key, count it, pick, charge the first endpoint, answer with the list as a header and as
+   metadata of equal value.
+2. Response headers: learn which endpoint served and with what status; move the charge there when it is another one.
+3. Everything else is told to continue unchanged.
+4. The end of the stream, whatever ended it, takes the charge back. With `response_trailer_mode: SEND` Envoy keeps the
+   stream open to the true end of the response, so the charge is what is really in flight.
+"""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from random import Random
+
+import grpc
+
+from service.dispatch import Pick, pick
+from service.errors import NoReadyEndpoint
+from service.fleet import Endpoint, Fleet
+from service.keys import format_hash, hash_key
+from service.pb import ext_proc_pb2 as pb
+from service.rates import Rates
+from service.table import Current, Table
+from service.telemetry import (
+    ATTRIBUTE_ATTEMPTS,
+    ATTRIBUTE_UPSTREAM,
+    DESTINATION,
+    EXT_PROC_ATTRIBUTES,
+    KEY_HASH,
+    LB_NAMESPACE,
+    NAMESPACE,
+    PLAN_AGE_S,
+    PLAN_VERSION,
+    REASON,
+    SERVED,
+    Telemetry,
+)
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+
+def _continue(kind: str) -> bytes:
+    """Return the reply that lets one kind of message pass; an empty one would be dropped as spurious."""
+    response = pb.ProcessingResponse()
+    getattr(response, kind).SetInParent()
+    return response.SerializeToString()
+
+
+CONTINUE = {
+    kind: _continue(kind)
+    for kind in ("response_headers", "request_body", "response_body", "request_trailers", "response_trailers")
+}
+
+
+class ExternalProcessor:
+    """Serves `Process`; all decisions are `dispatch.pick`, all state is the fleet's and the current table."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        current: Current,
+        rates: Rates,
+        telemetry: Telemetry,
+        rng: Random,
+        *,
+        key_headers: tuple[str, ...],
+        key_salt: bytes,
+        key_max_bytes: int,
+        on_connect_failure: Callable[[Endpoint], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """key_headers: lower-case names, the first present wins.  on_connect_failure: told which endpoint was dead."""
+        self._fleet, self._current, self._rates, self._telemetry, self._rng = fleet, current, rates, telemetry, rng
+        self._key_headers, self._key_salt, self._key_max_bytes = key_headers, key_salt, key_max_bytes
+        self._on_connect_failure = on_connect_failure
+        self._clock = clock
+        self._picked = {r: telemetry.picks.labels(r) for r in ("planned", "fallback", "cold")}
+        self._refused = telemetry.refused.labels("no_ready_endpoint")
+
+    def rpc(self) -> grpc.GenericRpcHandler:
+        """Return the handler to add to a server; replies are bytes already."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Process": grpc.stream_stream_rpc_method_handler(
+                    self.process, request_deserializer=pb.ProcessingRequest.FromString, response_serializer=None
+                )
+            },
+        )
+
+    async def process(self, requests: AsyncIterator[pb.ProcessingRequest], _context: object) -> AsyncIterator[bytes]:
+        """Serve one stream."""
+        self._telemetry.streams.inc()
+        picked: Pick | None = None
+        charged: Endpoint | None = None
+        try:
+            async for request in requests:
+                kind = request.WhichOneof("request")
+                if kind == "request_headers":
+                    started = time.perf_counter()
+                    try:
+                        chosen, reply = self._route(request)
+                    except NoReadyEndpoint as exc:
+                        self._refused.inc()
+                        yield _unavailable(exc)
+                        return
+                    if charged is None:
+                        picked, charged = chosen, chosen.endpoints[0]
+                        charged.inflight += 1
+                    self._telemetry.decide_seconds.observe(time.perf_counter() - started)
+                    yield reply
+                elif kind == "response_headers":
+                    if picked is not None and charged is not None:
+                        charged = self._credit(request, picked, charged)
+                    yield CONTINUE[kind]
+                elif kind is not None:
+                    yield CONTINUE[kind]
+        finally:
+            if charged is not None:
+                charged.inflight -= 1
+            self._telemetry.streams.dec()
+
+    def _route(self, request: pb.ProcessingRequest) -> tuple[Pick, bytes]:
+        table, now = self._current.table, self._clock()
+        key_hash = self._key_hash(request)
+        if key_hash is not None:
+            self._rates.count(key_hash, now)
+        chosen = pick(table, self._fleet, key_hash, self._rng)
+        self._picked[chosen.reason].inc()
+        return chosen, _destination(chosen, table, key_hash, now)
+
+    def _key_hash(self, request: pb.ProcessingRequest) -> int | None:
+        present: dict[str, bytes] = {}
+        for header in request.request_headers.headers.headers:
+            if header.key in self._key_headers and header.key not in present:
+                # Envoy sends raw_value; older ones and other gateways send value.
+                present[header.key] = header.raw_value or header.value.encode()
+        for name in self._key_headers:
+            key = present.get(name)
+            if key:
+                if len(key) > self._key_max_bytes:
+                    self._telemetry.keys_rejected.inc()
+                    return None
+                return hash_key(key, self._key_salt)
+        return None
+
+    def _credit(self, request: pb.ProcessingRequest, picked: Pick, charged: Endpoint) -> Endpoint:
+        """Learn from a response who gave it; return the endpoint that the request is charged to from here on."""
+        address, attempts = _served_by(request)
+        served = self._fleet.by_address.get(address)
+        if served is None:
+            if address:
+                self._telemetry.unknown_endpoint.inc()
+            return charged
+        self._telemetry.served.labels(served.name, _status_class(request)).inc()
+        if served is not charged:
+            self._telemetry.elsewhere.labels(served.name).inc()
+            if attempts > 1 and served in picked.endpoints:
+                # Envoy walks the list in order: whatever stands before the one that served could not be reached.
+                for endpoint in picked.endpoints[: picked.endpoints.index(served)]:
+                    self._on_connect_failure(endpoint)
+            charged.inflight -= 1
+            served.inflight += 1
+        return served
+
+
+def _served_by(request: pb.ProcessingRequest) -> tuple[str, int]:
+    """Return the address that served, empty when unknown, and how many attempts it took."""
+    address, attempts = "", 1
+    if EXT_PROC_ATTRIBUTES in request.attributes:
+        fields = request.attributes[EXT_PROC_ATTRIBUTES].fields
+        if ATTRIBUTE_UPSTREAM in fields:
+            address = fields[ATTRIBUTE_UPSTREAM].string_value
+        if ATTRIBUTE_ATTEMPTS in fields:
+            attempts = int(fields[ATTRIBUTE_ATTEMPTS].number_value)
+    if not address and LB_NAMESPACE in request.metadata_context.filter_metadata:
+        fields = request.metadata_context.filter_metadata[LB_NAMESPACE].fields
+        if SERVED in fields:
+            address = fields[SERVED].string_value
+    return address, attempts
+
+
+def _status_class(request: pb.ProcessingRequest) -> str:
+    for header in request.response_headers.headers.headers:
+        if header.key == ":status":
+            status = header.raw_value.decode(errors="replace") or header.value
+            return f"{status[:1]}xx"
+    return "unknown"
+
+
+def _destination(chosen: Pick, table: Table, key_hash: int | None, now: float) -> bytes:
+    value = ",".join([e.address for e in chosen.endpoints])
+    response = pb.ProcessingResponse()
+    option = response.request_headers.response.header_mutation.set_headers.add()
+    option.header.key = DESTINATION
+    option.header.raw_value = value.encode()
+    option.append_action = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+    fields = response.dynamic_metadata.fields
+    fields[LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = value
+    ours = fields[NAMESPACE].struct_value.fields
+    ours[REASON].string_value = chosen.reason
+    ours[PLAN_VERSION].number_value = table.version
+    ours[PLAN_AGE_S].number_value = round(table.age_s(now), 3)
+    if key_hash is not None:
+        ours[KEY_HASH].string_value = format_hash(key_hash)
+    return response.SerializeToString()
+
+
+def _unavailable(exc: NoReadyEndpoint) -> bytes:
+    response = pb.ProcessingResponse()
+    response.immediate_response.status.code = 503
+    response.immediate_response.body = f"cacheroute: {exc}\n".encode()
+    response.immediate_response.details = "cacheroute_no_ready_endpoint"
+    return response.SerializeToString()

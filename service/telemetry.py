@@ -1,0 +1,119 @@
+"""Every metric and metadata name of the service, once, and the registry that holds the values.
+
+No label has unbounded values: endpoints are those of the configuration, causes and reasons come from short lists. A key
+never appears; the decision metadata that Envoy logs carries its hash.
+"""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from service.fleet import Fleet
+from service.table import Current
+
+# Headers and metadata of the Endpoint Picker Protocol v1.
+DESTINATION = "x-gateway-destination-endpoint"
+LB_NAMESPACE = "envoy.lb"
+SERVED = "x-gateway-destination-endpoint-served"
+EXT_PROC_ATTRIBUTES = "envoy.filters.http.ext_proc"
+ATTRIBUTE_UPSTREAM = "upstream.address"
+ATTRIBUTE_ATTEMPTS = "upstream.request_attempt_count"
+
+# Metadata of ours, for Envoy's access log and trace tags.
+NAMESPACE = "cacheroute"
+REASON = "reason"
+PLAN_VERSION = "plan_version"
+PLAN_AGE_S = "plan_age_s"
+KEY_HASH = "key_hash"
+
+PICK_BUCKETS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2, 0.1)
+
+
+class Telemetry:
+    """The service's Prometheus metrics; one registry a process, created where the process is assembled."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register all metrics in `registry`."""
+        self.registry = registry
+        self.picks = Counter(
+            "cacheroute_picks",
+            "Requests answered with endpoints, by why the first was chosen.",
+            ["reason"],
+            registry=registry,
+        )
+        self.refused = Counter(
+            "cacheroute_refused", "Requests answered at once instead of routed.", ["cause"], registry=registry
+        )
+        self.decide_seconds = Histogram(
+            "cacheroute_decide_seconds",
+            "Time from a request's headers to the reply, inside this process.",
+            buckets=PICK_BUCKETS_S,
+            registry=registry,
+        )
+        self.served = Counter(
+            "cacheroute_served",
+            "Responses by the endpoint that gave them and their status class.",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self.elsewhere = Counter(
+            "cacheroute_served_elsewhere",
+            "Responses that another endpoint gave than the first of the pick.",
+            ["endpoint"],
+            registry=registry,
+        )
+        self.unknown_endpoint = Counter(
+            "cacheroute_served_unknown", "Responses from an address that is no endpoint of ours.", registry=registry
+        )
+        self.keys_rejected = Counter(
+            "cacheroute_keys_rejected", "Keys not used because they are longer than allowed.", registry=registry
+        )
+        self.streams = Gauge("cacheroute_streams", "Open ext_proc streams: one a request in flight.", registry=registry)
+        self.readiness_changes = Counter(
+            "cacheroute_readiness_changes",
+            "Endpoints that became ready or unready, and why.",
+            ["endpoint", "to", "cause"],
+            registry=registry,
+        )
+        self.plan_applied = Counter("cacheroute_plan_applied", "Plans taken into service.", registry=registry)
+        self.plan_failures = Counter(
+            "cacheroute_plan_apply_failures",
+            "Plans not taken into service; the last good table stays.",
+            ["cause"],
+            registry=registry,
+        )
+        self.store_failures = Counter(
+            "cacheroute_store_failures", "Redis calls that failed, by what they were for.", ["call"], registry=registry
+        )
+        self.rates_dropped = Counter(
+            "cacheroute_rates_dropped", "Requests whose count never reached Redis.", registry=registry
+        )
+
+    def watch(self, fleet: Fleet, current: Current, clock: Callable[[], float]) -> None:
+        """Export the state of fleet and table, read when scraped instead of updated when changed."""
+        self.registry.register(_State(fleet, current, clock))
+
+
+class _State(Collector):
+    def __init__(self, fleet: Fleet, current: Current, clock: Callable[[], float]) -> None:
+        self._fleet, self._current, self._clock = fleet, current, clock
+
+    def collect(self) -> list[Metric]:
+        table = self._current.table
+        metrics: list[Metric] = [
+            GaugeMetricFamily("cacheroute_plan_version", "Version of the plan in service, 0: none.", table.version),
+            GaugeMetricFamily("cacheroute_plan_age_seconds", "Time since its publication.", table.age_s(self._clock())),
+            GaugeMetricFamily("cacheroute_plan_keys", "Keys it admits.", len(table.targets)),
+        ]
+        for name, help_text, value in (
+            ("cacheroute_endpoint_ready", "1 when the endpoint gets new requests.", lambda e: float(e.usable)),
+            ("cacheroute_endpoint_inflight", "Requests in flight, this process.", lambda e: e.inflight),
+            ("cacheroute_endpoint_inflight_elsewhere", "The same, other processes.", lambda e: e.inflight_elsewhere),
+        ):
+            family = GaugeMetricFamily(name, help_text, labels=["endpoint"])
+            for endpoint in self._fleet.endpoints:
+                family.add_metric([endpoint.name], value(endpoint))
+            metrics.append(family)
+        return metrics

@@ -1,0 +1,199 @@
+"""The service's tasks against a real server: plans come in quickly, bad ones never, and Redis may go away."""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from service.errors import StoreUnavailable
+from service.feed import Feed
+from service.fleet import Fleet
+from service.keys import KEY_CHECK, hash_key
+from service.pb import plan_pb2
+from service.plan import Plan, encode
+from service.rates import Rates
+from service.settings import load_settings
+from service.store import Head, Store
+from service.table import Current
+from service.telemetry import Telemetry
+
+
+class Server(Protocol):
+    url: str
+
+    def kill(self) -> None: ...
+    def start(self) -> None: ...
+
+
+def plan_of(*keys: int, endpoints: tuple[str, ...] = ("a", "b"), salt: bytes = b"") -> Plan:
+    return Plan(
+        endpoints=endpoints,
+        key_hashes=array("Q", keys),
+        target_offsets=array("I", range(len(keys) + 1)),
+        targets=array("I", [0] * len(keys)),
+        rates_rps=array("f", [1.0] * len(keys)),
+        key_check=hash_key(KEY_CHECK, salt),
+    )
+
+
+class Rig:
+    def __init__(self, url: str, pool: str) -> None:
+        self.settings = load_settings(
+            {}, pool=pool, plan_poll_s=0.3, rate_flush_s=0.05, load_exchange_s=0.05, instance="x"
+        )
+        self.fleet = Fleet((("a", "10.0.0.1:80"), ("b", "10.0.0.2:80")))
+        self.current, self.rates = Current(), Rates(30, 300)
+        self.telemetry = Telemetry(CollectorRegistry())
+        self.store = Store(url, pool)
+        self.feed = Feed(self.store, self.settings, self.fleet, self.current, self.rates, self.telemetry)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.telemetry.registry.get_sample_value(name, labels) or 0.0
+
+    async def until(self, true: Callable[[], bool | Awaitable[bool]]) -> None:
+        async with asyncio.timeout(10):
+            while True:
+                result = true()
+                if await result if not isinstance(result, bool) else result:
+                    return
+                await asyncio.sleep(0.01)
+
+    async def put_raw(self, data: bytes, version: int) -> None:
+        """Publish bytes as a broken or foreign planner would."""
+        client: Any = self.store._redis
+        prefix = f"{{cacheroute:{self.settings.pool}}}:"
+        head = await self.store.read_head()
+        await client.set(f"{prefix}plan:{version}", data)
+        await client.hset(
+            f"{prefix}head",
+            mapping={"version": version, "epoch": head.epoch or 1, "sha256": hashlib.sha256(data).hexdigest()},
+        )
+        await client.publish(f"{prefix}events", "x")
+
+
+@contextlib.asynccontextmanager
+async def running(rig: Rig) -> AsyncIterator[Rig]:
+    task = asyncio.create_task(rig.feed.run())
+    try:
+        yield rig
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await rig.store.close()
+
+
+@pytest.fixture
+async def rig(valkey: Server, pool: str) -> AsyncIterator[Rig]:
+    async with running(Rig(valkey.url, pool)) as rig:
+        yield rig
+
+
+async def test_a_new_plan_is_served_and_acknowledged(rig: Rig) -> None:
+    """Each publication becomes the table, is counted, and shows up as this instance's ack."""
+    for version in (1, 2, 3):
+        await rig.store.publish(plan_of(*range(version)), expected=await rig.store.read_head(), actor="", reason="")
+        await rig.until(lambda v=version: rig.current.table.version == v)  # type: ignore[misc]
+        assert len(rig.current.table.targets) == version
+
+    async def acknowledged() -> bool:
+        return [(a.instance, a.version, a.error) for a in await rig.store.read_acks()] == [("x", 3, "")]
+
+    await rig.until(acknowledged)
+    assert rig.value("cacheroute_plan_applied_total") == 3
+
+
+@pytest.mark.parametrize(
+    ("cause", "data"),
+    [
+        ("corrupt", b"\xff\xff garbage"),
+        ("schema", plan_pb2.Plan(schema=2).SerializeToString()),
+        (
+            "endpoint",
+            encode(plan_of(1, endpoints=("y", "z")).published(version=2, epoch=1, created_at=1, actor="", reason="")),
+        ),
+        ("salt", encode(plan_of(1, salt=b"s").published(version=2, epoch=1, created_at=1, actor="", reason=""))),
+        ("version", encode(plan_of(1).published(version=9, epoch=1, created_at=1, actor="", reason=""))),
+    ],
+)
+async def test_a_bad_plan_never_replaces_the_last_good_one(rig: Rig, cause: str, data: bytes) -> None:
+    """A plan that is corrupt, of an unknown schema, for another fleet, salt or version is counted and reported once."""
+    await rig.store.publish(plan_of(1, 2), expected=Head(epoch=1), actor="", reason="")
+    await rig.until(lambda: rig.current.table.version == 1)
+    await rig.put_raw(data, 2)
+    await rig.until(lambda: rig.value("cacheroute_plan_apply_failures_total", cause=cause) >= 1)
+
+    async def reported() -> bool:
+        return any(a.version == 1 and a.error for a in await rig.store.read_acks())
+
+    await rig.until(reported)
+    assert (rig.current.table.version, set(rig.current.table.targets)) == (1, {1, 2})
+    await asyncio.sleep(0.7)  # two polls: the same bad plan is not fetched again
+    assert rig.value("cacheroute_plan_apply_failures_total", cause=cause) == 1
+    head = await rig.store.read_head()
+    await rig.store.publish(plan_of(5), expected=head, actor="", reason="the cure")
+    await rig.until(lambda: rig.current.table.version == 3)
+
+
+async def test_a_head_that_goes_back_is_not_followed(rig: Rig) -> None:
+    """A failover to an older replica shows an older head: the newer table stays."""
+    await rig.store.publish(plan_of(1), expected=Head(epoch=1), actor="", reason="")
+    await rig.store.publish(plan_of(1, 2), expected=await rig.store.read_head(), actor="", reason="")
+    await rig.until(lambda: rig.current.table.version == 2)
+    await rig.put_raw(encode(plan_of(9).published(version=1, epoch=1, created_at=1, actor="", reason="")), 1)
+
+    async def reported() -> bool:
+        return any("went back" in a.error for a in await rig.store.read_acks())
+
+    await rig.until(reported)
+    assert rig.current.table.version == 2
+
+
+async def test_redis_may_come_late_and_go_away(own_valkey: Server, pool: str) -> None:
+    """Without Redis the last table stays; counts made meanwhile arrive once it is back, and so does the next plan."""
+    async with running(Rig(own_valkey.url, pool)) as rig:
+        await rig.store.publish(plan_of(1), expected=Head(), actor="", reason="")
+        await rig.until(lambda: rig.current.table.version == 1)
+        own_valkey.kill()
+        await rig.until(
+            lambda: (
+                rig.value("cacheroute_store_failures_total", call="rates") >= 0
+                and rig.value("cacheroute_store_failures_total", call="load") >= 1
+            )
+        )
+        now = time.time()
+        for _ in range(40):
+            rig.rates.count(77, now)
+        assert rig.current.table.version == 1
+        own_valkey.start()
+
+        async def arrived() -> bool:
+            with contextlib.suppress(StoreUnavailable):
+                return await rig.store.read_rates([int(now) // 30 * 30]) == {int(now) // 30 * 30: {77: 40}}
+            return False
+
+        await rig.until(arrived)
+        epoch = rig.current.table.epoch
+        await asyncio.sleep(1.0)  # the clock names epochs in seconds
+        await rig.store.publish(plan_of(1, 2, 3), expected=await rig.store.read_head(), actor="", reason="")
+        await rig.until(lambda: len(rig.current.table.targets) == 3)
+        assert rig.current.table.version == 1
+        assert rig.current.table.epoch > epoch
+
+
+async def test_counts_are_handed_out_at_the_end(valkey: Server, pool: str) -> None:
+    """A process that ends hands out its last counts and leaves the pool."""
+    rig = Rig(valkey.url, pool)
+    async with running(rig):
+        await rig.store.publish(plan_of(1), expected=Head(), actor="", reason="")
+        await rig.until(lambda: rig.current.table.version == 1)
+        rig.rates.count(5, now := time.time())
+    reader, window = Store(valkey.url, pool), int(now) // 30 * 30
+    assert await reader.read_rates([window]) == {window: {5: 1}}
+    assert await reader.read_acks() == []
+    await reader.close()

@@ -1,0 +1,177 @@
+"""The Redis layout on a real server: publication is all or nothing, counts arrive once, load is shared and expires."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Protocol
+
+import pytest
+
+from service.errors import InvalidInput, InvalidPlan, PlanConflict, StoreUnavailable
+from service.keys import KEY_CHECK, hash_key
+from service.plan import Plan
+from service.store import Head, Store, verify
+
+
+class Server(Protocol):
+    url: str
+
+    def kill(self) -> None: ...
+    def start(self) -> None: ...
+
+
+def plan_of(*keys: int, endpoints: tuple[str, ...] = ("a", "b")) -> Plan:
+    return Plan(
+        endpoints=endpoints,
+        key_hashes=array("Q", keys),
+        target_offsets=array("I", range(len(keys) + 1)),
+        targets=array("I", [k % len(endpoints) for k in keys]),
+        rates_rps=array("f", [1.0] * len(keys)),
+        key_check=hash_key(KEY_CHECK),
+    )
+
+
+@pytest.fixture
+async def store(valkey: Server, pool: str) -> AsyncIterator[Store]:
+    store = Store(valkey.url, pool)
+    yield store
+    await store.close()
+
+
+async def test_publish_then_read_back(store: Store) -> None:
+    """What was published is read back verified, under a version that rises and an epoch that stays."""
+    assert await store.read_head() == Head()
+    before = time.time()
+    first = await store.publish(plan_of(1, 2), expected=Head(), actor="me", reason="first")
+    head = await store.read_head()
+    assert (head.version, head.epoch, head.actor, head.reason) == (1, first.epoch, "me", "first")
+    assert head.epoch >= int(before)
+    assert verify(await store.read_plan_bytes(1), head, key_check=hash_key(KEY_CHECK)) == first
+    second = await store.publish(plan_of(1), expected=head, actor="me", reason="second")
+    assert (second.version, second.epoch) == (2, first.epoch)
+    assert [(e["version"], e["reason"], e["keys"]) for e in await store.read_log()] == [
+        ("2", "second", "1"),
+        ("1", "first", "2"),
+    ]
+
+
+async def test_the_slower_of_two_publishers_changes_nothing(store: Store) -> None:
+    """Publication compares the published version with the expected one; the loser learns which one it is."""
+    head = Head()
+    await store.publish(plan_of(1), expected=head, actor="fast", reason="")
+    with pytest.raises(PlanConflict) as caught:
+        await store.publish(plan_of(2), expected=head, actor="slow", reason="")
+    assert (caught.value.expected_version, caught.value.published_version) == (0, 1)
+    assert (await store.read_head()).actor == "fast"
+    assert len(await store.read_log()) == 1
+
+
+async def test_racing_publishers_leave_one_winner_each_round(store: Store) -> None:
+    """Of many concurrent publications upon one head exactly one succeeds, and its bytes are the published ones."""
+    for round_ in range(3):
+        head = await store.read_head()
+        results = await asyncio.gather(
+            *(store.publish(plan_of(100 + i), expected=head, actor=f"p{i}", reason="") for i in range(8)),
+            return_exceptions=True,
+        )
+        winners = [r for r in results if isinstance(r, Plan)]
+        assert len(winners) == 1
+        assert all(isinstance(r, Plan | PlanConflict) for r in results)
+        head = await store.read_head()
+        assert head.version == round_ + 1
+        assert verify(await store.read_plan_bytes(head.version), head, key_check=hash_key(KEY_CHECK)) == winners[0]
+
+
+async def test_an_empty_store_opens_a_higher_epoch(store: Store) -> None:
+    """After the store was lost, the next plan outranks every plan of the lost one although its version is 1."""
+    lost = Head(version=57, epoch=int(time.time()) - 1000)
+    published = await store.publish(plan_of(1), expected=await store.read_head(), actor="", reason="")
+    assert (published.epoch, published.version) > (lost.epoch, lost.version)
+
+
+async def test_damage_is_noticed_by_the_checksum(store: Store) -> None:
+    """Bytes that differ from what was published are refused before they are parsed."""
+    await store.publish(plan_of(1), expected=Head(), actor="", reason="")
+    head, data = await store.read_head(), await store.read_plan_bytes(1)
+    for bad in (data[:-1], data + b"\0", b""):
+        with pytest.raises(InvalidPlan) as caught:
+            verify(bad, head, key_check=hash_key(KEY_CHECK))
+        assert caught.value.cause == "checksum"
+    with pytest.raises(InvalidPlan) as caught:
+        await store.read_plan_bytes(99)
+    assert caught.value.cause == "missing"
+
+
+async def test_a_published_event_is_heard(store: Store) -> None:
+    """A subscriber is woken at once when it starts, and again by each publication."""
+    async with aclosing(store.events()) as heard:
+        await anext(heard)
+        waiting = asyncio.ensure_future(anext(heard))
+        await asyncio.sleep(0)
+        await store.publish(plan_of(1), expected=Head(), actor="", reason="")
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_counts_arrive_once_and_add_up(store: Store) -> None:
+    """A batch sent again is not counted again; batches of one and of several instances add up."""
+    many = dict.fromkeys(range(1, 5001), 2)
+    for _ in range(3):
+        await store.add_rates(60, many, instance="x", batch=1, ttl_s=100)
+    await store.add_rates(60, {1: 1}, instance="x", batch=2, ttl_s=100)
+    await store.add_rates(60, {1: 10, 2**64 - 1: 5}, instance="y", batch=1, ttl_s=100)
+    await store.add_rates(90, {7: 1}, instance="y", batch=2, ttl_s=100)
+    got = await store.read_rates([30, 60, 90])
+    assert set(got) == {60, 90}
+    assert got[60] == {**many, 1: 13, 2**64 - 1: 5}
+    assert got[90] == {7: 1}
+
+
+async def test_load_of_others_is_summed_and_forgotten(store: Store, valkey: Server, pool: str) -> None:
+    """Each process reads the sum of all others, never its own, and a process that left counts no more."""
+    assert await store.exchange_load("x", {"10.0.0.1:80": 3}) == {}
+    assert await store.exchange_load("y", {"10.0.0.1:80": 2, "10.0.0.2:80": 1}) == {"10.0.0.1:80": 3}
+    assert await store.exchange_load("z", {}) == {"10.0.0.1:80": 5, "10.0.0.2:80": 1}
+    await store.forget_instance("y")
+    assert await store.exchange_load("z", {}) == {"10.0.0.1:80": 3}
+    await store.exchange_load("x", {"10.0.0.1:80": 3}, ttl_ms=20)
+    await asyncio.sleep(0.05)
+    assert await store.exchange_load("z", {}) == {}
+
+
+async def test_acks_tell_who_serves_what(store: Store) -> None:
+    """Each instance's last ack is read back with its error, without the ones that expired or left."""
+    await store.write_ack("b", version=2, epoch=1, error="")
+    await store.write_ack("a", version=1, epoch=1, error="schema")
+    await store.write_ack("gone", version=1, epoch=1, error="")
+    await store.forget_instance("gone")
+    assert [(a.instance, a.version, a.error) for a in await store.read_acks()] == [("a", 1, "schema"), ("b", 2, "")]
+
+
+async def test_a_dead_server_is_one_error_soon(own_valkey: Server, pool: str) -> None:
+    """Every call fails with StoreUnavailable, within seconds, naming the server but no password."""
+    store = Store(own_valkey.url.replace("redis://", "redis://user:hunter2@"), pool)
+    own_valkey.kill()
+    started = time.monotonic()
+    for call in (
+        store.read_head(),
+        store.read_plan_bytes(1),
+        store.publish(plan_of(1), expected=Head(), actor="", reason=""),
+        store.add_rates(0, {1: 1}, instance="x", batch=1, ttl_s=1),
+        store.read_rates([0]),
+        store.exchange_load("x", {}),
+        store.read_acks(),
+        anext(store.events()),
+    ):
+        with pytest.raises(StoreUnavailable) as caught:
+            await call
+        assert "hunter2" not in str(caught.value)
+    assert time.monotonic() - started < 30
+    await store.close()
+
+
+async def test_a_url_that_is_none_is_told() -> None:
+    """A Redis URL of another shape is an input error with the right shape as remedy."""
+    with pytest.raises(InvalidInput, match="redis://"):
+        Store("127.0.0.1:6379", "p")
