@@ -1,13 +1,18 @@
 """Picks the endpoints for one request; pure, so that the offline replay runs this very code.
 
 1. A key with usable targets gets them all, least-loaded first (reason `planned`).
-2. A key whose targets are all unusable is picked like a cold one (reason `fallback`).
-3. A key without targets, and a request without a key, gets the less loaded of two random endpoints (reason `cold`).
-4. One endpoint outside the list follows as a spare, again the less loaded of two: Envoy walks the list when it cannot
+2. Unless even that one would then hold more than `spill_factor` times its share of the fleet's load and `SPILL_SLACK`
+   beyond, and one of `SPILL_CHOICES` random endpoints holds less: that one is put first (reason `spill`).
+3. A key whose targets are all unusable is picked like a cold one (reason `fallback`).
+4. A key without targets, and a request without a key, gets the less loaded of two random endpoints (reason `cold`).
+5. One endpoint outside the list follows as a spare, again the less loaded of two: Envoy walks the list when it cannot
    connect, and a list of dead targets would otherwise end in its own fallback.
 
 Ties between targets are broken at random: placement charges each copy with an equal share of the key's rate.
-Source: CacheRoute, arXiv 2608.19677, dispatch step; the spare and rule 2 are ours.
+
+Source: CacheRoute, arXiv 2608.19677, dispatch step. Rules 2, 3 and 5 are ours. Rule 2 is the bounded load of consistent
+hashing (Mirrokni et al. 2018) with the planned targets for a home: without it a plan that is balanced by rate gives its
+hits back as queueing, because rates do not see how long prompts are. docs/performance.md has the figures.
 """
 
 from collections.abc import Sequence
@@ -15,10 +20,17 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from service.errors import NoReadyEndpoint
-from service.fleet import Endpoint, Fleet
+from service.fleet import ANSWER_WORK, Endpoint, Fleet
 from service.table import Table
 
-Reason = Literal["planned", "fallback", "cold"]
+Reason = Literal["planned", "spill", "fallback", "cold"]
+REASONS: tuple[Reason, ...] = ("planned", "spill", "fallback", "cold")
+
+SPILL_FACTOR = 1.25
+# Two find an idle endpoint too rarely; all of them would send every process that looks at one moment to the same one.
+SPILL_CHOICES = 4
+# What one engine step computes of prompts (8,192 tokens of 4 bytes): a target that holds less has no queue to flee.
+SPILL_SLACK = 32768
 
 
 class Pick(NamedTuple):
@@ -28,9 +40,17 @@ class Pick(NamedTuple):
     reason: Reason
 
 
-def pick(table: Table, fleet: Fleet, key_hash: int | None, rng: Random) -> Pick:
+def pick(
+    table: Table,
+    fleet: Fleet,
+    key_hash: int | None,
+    rng: Random,
+    work: int = ANSWER_WORK,
+    spill_factor: float = SPILL_FACTOR,
+) -> Pick:
     """Return the endpoints for a request with this key (None: no key); 2 to 4 µs.
 
+    work: of this request (`fleet.request_work`).  spill_factor: 1 or more; infinity never spills.
     Raise NoReadyEndpoint when no endpoint is usable.
     """
     usable = fleet.usable
@@ -47,11 +67,16 @@ def pick(table: Table, fleet: Fleet, key_hash: int | None, rng: Random) -> Pick:
         start = int(rng.random() * len(targets))
         targets = targets[start:] + targets[:start]
         targets.sort(key=_load)
+    best = _load(targets[0])
+    if best + work > spill_factor * (fleet.load / len(usable) + work) + SPILL_SLACK:
+        relief = min((usable[int(rng.random() * len(usable))] for _ in range(SPILL_CHOICES)), key=_load)
+        if _load(relief) < best:
+            return Pick((relief, *(e for e in targets if e is not relief)), "spill")
     return Pick(_with_spare(targets, usable, rng), "planned")
 
 
 def _load(endpoint: Endpoint) -> int:
-    return endpoint.inflight + endpoint.inflight_elsewhere
+    return endpoint.work + endpoint.work_elsewhere
 
 
 def _two_choices(endpoints: Sequence[Endpoint], rng: Random) -> Endpoint:

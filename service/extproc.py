@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator, Callable
 from random import Random
 
 import grpc
+from prometheus_client import Counter
 
-from service.dispatch import Pick, pick
+from service.dispatch import REASONS, SPILL_FACTOR, Pick, pick
 from service.errors import NoReadyEndpoint
-from service.fleet import Endpoint, Fleet
+from service.fleet import ANSWER_WORK, Endpoint, Fleet, request_work
 from service.keys import format_hash, hash_key
 from service.pb import ext_proc_pb2 as pb
 from service.rates import Rates
@@ -36,6 +37,13 @@ from service.telemetry import (
     SERVED,
     Telemetry,
 )
+
+CONTENT_LENGTH = "content-length"
+# A gigabyte: what claims more is not a prompt, and would push all load off its endpoint.
+MAX_LENGTH_DIGITS = 9
+
+# Replies differ in their list only; an ordered pair of 64 endpoints has 4,032 of them.
+LISTS_KEPT = 8192
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
@@ -67,16 +75,21 @@ class ExternalProcessor:
         key_headers: tuple[str, ...],
         key_salt: bytes,
         key_max_bytes: int,
+        load_by_bytes: bool = True,
+        spill_factor: float = SPILL_FACTOR,
         on_connect_failure: Callable[[Endpoint], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """key_headers: lower-case names, the first present wins.  on_connect_failure: told which endpoint was dead."""
         self._fleet, self._current, self._rates, self._telemetry, self._rng = fleet, current, rates, telemetry, rng
         self._key_headers, self._key_salt, self._key_max_bytes = key_headers, key_salt, key_max_bytes
+        self._load_by_bytes, self._spill_factor = load_by_bytes, spill_factor
         self._on_connect_failure = on_connect_failure
         self._clock = clock
-        self._picked = {r: telemetry.picks.labels(r) for r in ("planned", "fallback", "cold")}
+        self._picked = {r: telemetry.picks.labels(r) for r in REASONS}
         self._refused = telemetry.refused.labels("no_ready_endpoint")
+        self._served: dict[tuple[str, str], Counter] = {}
+        self._lists: dict[tuple[Endpoint, ...], bytes] = {}
 
     def rpc(self) -> grpc.GenericRpcHandler:
         """Return the handler to add to a server; replies are bytes already."""
@@ -94,58 +107,77 @@ class ExternalProcessor:
         self._telemetry.streams.inc()
         picked: Pick | None = None
         charged: Endpoint | None = None
+        work = ANSWER_WORK
         try:
             async for request in requests:
                 kind = request.WhichOneof("request")
                 if kind == "request_headers":
                     started = time.perf_counter()
                     try:
-                        chosen, reply = self._route(request)
+                        chosen, asked, reply = self._route(request)
                     except NoReadyEndpoint as exc:
                         self._refused.inc()
                         yield _unavailable(exc)
                         return
                     if charged is None:
-                        picked, charged = chosen, chosen.endpoints[0]
-                        charged.inflight += 1
+                        picked, charged, work = chosen, chosen.endpoints[0], asked
+                        self._fleet.charge(charged, work)
                     self._telemetry.decide_seconds.observe(time.perf_counter() - started)
                     yield reply
                 elif kind == "response_headers":
                     if picked is not None and charged is not None:
-                        charged = self._credit(request, picked, charged)
+                        charged = self._credit(request, picked, charged, work)
                     yield CONTINUE[kind]
                 elif kind is not None:
                     yield CONTINUE[kind]
         finally:
             if charged is not None:
-                charged.inflight -= 1
+                self._fleet.release(charged, work)
             self._telemetry.streams.dec()
 
-    def _route(self, request: pb.ProcessingRequest) -> tuple[Pick, bytes]:
+    def _route(self, request: pb.ProcessingRequest) -> tuple[Pick, int, bytes]:
+        """Return the pick for a request's headers, the work to charge it with, and the reply."""
         table, now = self._current.table, self._clock()
-        key_hash = self._key_hash(request)
-        if key_hash is not None:
+        key, work = self._read(request)
+        key_hash = None
+        if key is not None:
+            key_hash = hash_key(key, self._key_salt)
             self._rates.count(key_hash, now)
-        chosen = pick(table, self._fleet, key_hash, self._rng)
+        chosen = pick(table, self._fleet, key_hash, self._rng, work, self._spill_factor)
         self._picked[chosen.reason].inc()
-        return chosen, _destination(chosen, table, key_hash, now)
+        # Two parts of one message: protobuf merges them, and the first repeats as often as the list does.
+        return chosen, work, self._list(chosen.endpoints) + _decision(chosen, table, key_hash, now)
 
-    def _key_hash(self, request: pb.ProcessingRequest) -> int | None:
-        present: dict[str, bytes] = {}
+    def _list(self, endpoints: tuple[Endpoint, ...]) -> bytes:
+        part = self._lists.get(endpoints)
+        if part is None:
+            if len(self._lists) >= LISTS_KEPT:
+                self._lists.clear()
+            part = self._lists[endpoints] = _destination(",".join(e.address for e in endpoints))
+        return part
+
+    def _read(self, request: pb.ProcessingRequest) -> tuple[bytes | None, int]:
+        """Return the key, None when there is none to use, and the work that the headers announce."""
+        names, found, work = self._key_headers, dict[str, bytes](), ANSWER_WORK
         for header in request.request_headers.headers.headers:
-            if header.key in self._key_headers and header.key not in present:
-                # Envoy sends raw_value; older ones and other gateways send value.
-                present[header.key] = header.raw_value or header.value.encode()
-        for name in self._key_headers:
-            key = present.get(name)
+            name = header.key
+            if name in names:
+                # Envoy sends raw_value; other gateways send value.
+                found.setdefault(name, header.raw_value or header.value.encode())
+            elif name == CONTENT_LENGTH and self._load_by_bytes:
+                length = header.raw_value or header.value.encode()
+                if length.isdigit() and len(length) <= MAX_LENGTH_DIGITS:
+                    work = request_work(int(length))
+        for name in names:
+            key = found.get(name)
             if key:
                 if len(key) > self._key_max_bytes:
                     self._telemetry.keys_rejected.inc()
-                    return None
-                return hash_key(key, self._key_salt)
-        return None
+                    return None, work
+                return key, work
+        return None, work
 
-    def _credit(self, request: pb.ProcessingRequest, picked: Pick, charged: Endpoint) -> Endpoint:
+    def _credit(self, request: pb.ProcessingRequest, picked: Pick, charged: Endpoint, work: int) -> Endpoint:
         """Learn from a response who gave it; return the endpoint that the request is charged to from here on."""
         address, attempts = _served_by(request)
         served = self._fleet.by_address.get(address)
@@ -153,15 +185,19 @@ class ExternalProcessor:
             if address:
                 self._telemetry.unknown_endpoint.inc()
             return charged
-        self._telemetry.served.labels(served.name, _status_class(request)).inc()
+        status = _status_class(request)
+        counter = self._served.get((served.name, status))
+        if counter is None:
+            counter = self._served[served.name, status] = self._telemetry.served.labels(served.name, status)
+        counter.inc()
         if served is not charged:
             self._telemetry.elsewhere.labels(served.name).inc()
             if attempts > 1 and served in picked.endpoints:
                 # Envoy walks the list in order: whatever stands before the one that served could not be reached.
                 for endpoint in picked.endpoints[: picked.endpoints.index(served)]:
                     self._on_connect_failure(endpoint)
-            charged.inflight -= 1
-            served.inflight += 1
+            self._fleet.release(charged, work)
+            self._fleet.charge(served, work)
         return served
 
 
@@ -189,21 +225,26 @@ def _status_class(request: pb.ProcessingRequest) -> str:
     return "unknown"
 
 
-def _destination(chosen: Pick, table: Table, key_hash: int | None, now: float) -> bytes:
-    value = ",".join([e.address for e in chosen.endpoints])
+def _destination(value: str) -> bytes:
+    """Return the part of a reply that carries the list, twice as the protocol wants it."""
     response = pb.ProcessingResponse()
     option = response.request_headers.response.header_mutation.set_headers.add()
     option.header.key = DESTINATION
     option.header.raw_value = value.encode()
     option.append_action = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-    fields = response.dynamic_metadata.fields
-    fields[LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = value
-    ours = fields[NAMESPACE].struct_value.fields
-    ours[REASON].string_value = chosen.reason
-    ours[PLAN_VERSION].number_value = table.version
-    ours[PLAN_AGE_S].number_value = round(table.age_s(now), 3)
+    response.dynamic_metadata.fields[LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = value
+    return response.SerializeToString()
+
+
+def _decision(chosen: Pick, table: Table, key_hash: int | None, now: float) -> bytes:
+    """Return the part of a reply that says why, for Envoy's access log and trace tags."""
+    response = pb.ProcessingResponse()
+    fields = response.dynamic_metadata.fields[NAMESPACE].struct_value.fields
+    fields[REASON].string_value = chosen.reason
+    fields[PLAN_VERSION].number_value = table.version
+    fields[PLAN_AGE_S].number_value = round(table.age_s(now), 3)
     if key_hash is not None:
-        ours[KEY_HASH].string_value = format_hash(key_hash)
+        fields[KEY_HASH].string_value = format_hash(key_hash)
     return response.SerializeToString()
 
 

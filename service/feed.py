@@ -147,7 +147,7 @@ class Feed:
         self._telemetry.rates_dropped.inc(self._rates.dropped - dropped)
 
     async def _exchange(self) -> None:
-        mine = {e.address: e.inflight for e in self._fleet.endpoints if e.inflight}
+        mine = {e.address: (e.inflight, e.work) for e in self._fleet.endpoints if e.inflight}
         try:
             self._fleet.set_elsewhere(await self._store.exchange_load(self._settings.instance, mine))
         except StoreUnavailable:

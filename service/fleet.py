@@ -6,10 +6,22 @@ Rules of readiness:
 3. A failure that Envoy met while connecting makes it unready at once and asks for a probe.
 4. A draining endpoint gets no new requests, whatever its probes say.
 
-Load of an endpoint = requests that this process sent and has not seen end + the same of the other service processes.
+Load of an endpoint = work that this process sent and has not seen end + the same of the other service processes. The
+work of a request is its prompt's bytes (`content-length`) plus a constant for its answer, since prompts differ by a
+factor of a thousand and a count of requests cannot see a giant one in front of the queue; see `request_work`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+# What a request costs beside its prompt, in bytes of prompt: about 1,000 tokens. It is all that counts when no length
+# is known, and then load is the number of requests.
+ANSWER_WORK = 4096
+
+
+def request_work(prompt_bytes: int) -> int:
+    """Return the work of a request whose body has this length, 0 when unknown; bytes."""
+    return ANSWER_WORK + prompt_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -21,18 +33,20 @@ class Endpoint:
     ready: bool = True
     draining: bool = False
     inflight: int = 0
+    work: int = 0
     inflight_elsewhere: int = 0
+    work_elsewhere: int = 0
     failures: int = 0
     usable: bool = True
 
     @property
     def load(self) -> int:
-        """Requests in flight, here and elsewhere."""
-        return self.inflight + self.inflight_elsewhere
+        """Work in flight, here and elsewhere."""
+        return self.work + self.work_elsewhere
 
 
 class Fleet:
-    """All endpoints by name and address, and the usable ones in one list for picks."""
+    """All endpoints by name and address, the usable ones in one list for picks, and the load of all."""
 
     def __init__(self, endpoints: tuple[tuple[str, str], ...]) -> None:
         """endpoints: (stable name, ip:port), both distinct."""
@@ -40,6 +54,19 @@ class Fleet:
         self.by_name = {e.name: e for e in self.endpoints}
         self.by_address = {e.address: e for e in self.endpoints}
         self.usable = list(self.endpoints)
+        self.load = 0
+
+    def charge(self, endpoint: Endpoint, work: int) -> None:
+        """Count one more request in flight."""
+        endpoint.inflight += 1
+        endpoint.work += work
+        self.load += work
+
+    def release(self, endpoint: Endpoint, work: int) -> None:
+        """Count a request in flight no more; called once for each `charge`, with its work."""
+        endpoint.inflight -= 1
+        endpoint.work -= work
+        self.load -= work
 
     def probe_succeeded(self, endpoint: Endpoint) -> bool:
         """Note a good probe; return whether that made the endpoint ready."""
@@ -60,10 +87,12 @@ class Fleet:
         endpoint.draining = draining
         self._refresh()
 
-    def set_elsewhere(self, inflight: dict[str, int]) -> None:
-        """Replace what the other processes have in flight; inflight: address -> requests."""
+    def set_elsewhere(self, inflight: Mapping[str, tuple[int, int]]) -> None:
+        """Replace what the other processes have in flight; inflight: address -> (requests, work)."""
         for endpoint in self.endpoints:
-            endpoint.inflight_elsewhere = inflight.get(endpoint.address, 0)
+            requests, work = inflight.get(endpoint.address, (0, 0))
+            self.load += work - endpoint.work_elsewhere
+            endpoint.inflight_elsewhere, endpoint.work_elsewhere = requests, work
 
     def _set_ready(self, endpoint: Endpoint, ready: bool) -> bool:
         if endpoint.ready == ready:

@@ -99,6 +99,8 @@ def _rule(reason: str, version: int, targets: int) -> str:
     match reason:
         case "planned":
             return f"plan {version} gives the key {targets} target(s): the least loaded usable one first, then a spare"
+        case "spill":
+            return f"plan {version} gives the key {targets} target(s), all above the bound: a less loaded one first"
         case "fallback":
             return f"plan {version} gives the key {targets} target(s), none of them usable: less loaded of two others"
         case "cold" if version:

@@ -9,11 +9,12 @@ import os
 import socket
 from collections.abc import Mapping
 from ipaddress import ip_address
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service.dispatch import SPILL_FACTOR
 from service.errors import InvalidInput
 
 PREFIX = "CACHEROUTE_"
@@ -34,6 +35,8 @@ class ServiceSettings(BaseSettings):
     key_header: CommaList = ("x-tenant-id",)
     key_salt: str = ""
     key_max_bytes: int = Field(default=256, ge=1, le=65536)
+    load_by: Literal["bytes", "requests"] = "bytes"
+    spill_factor: float = Field(default=SPILL_FACTOR, ge=1)
     redis_url: str = ""
     pool: str = Field(default="default", min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
     instance: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}", pattern=r"^[A-Za-z0-9._-]+$")

@@ -7,7 +7,7 @@ Keys, all in one cluster slot by their hash tag:
     {cacheroute:<pool>}:log              STREAM  one entry a publication, newest 1,000
     {cacheroute:<pool>}:rates:<start>    HASH    key hash -> requests in the window that begins at <start> (unix s);
                                                  fields `i:<instance>` hold the last batch applied from that instance
-    {cacheroute:<pool>}:load:<instance>  HASH    address -> requests in flight, expires in a second
+    {cacheroute:<pool>}:load:<instance>  HASH    address -> `requests:work` in flight, expires in a second
     {cacheroute:<pool>}:ack:<instance>   HASH    version, epoch, error of the table that instance serves, expires
     {cacheroute:<pool>}:instances        ZSET    instance -> unix s of its last sign of life
     {cacheroute:<pool>}:events           channel "<epoch>:<version>" at each publication
@@ -285,14 +285,19 @@ class Store:
             if r
         ]
 
-    async def exchange_load(self, instance: str, inflight: Mapping[str, int], *, ttl_ms: int = 1000) -> dict[str, int]:
-        """Publish this process's requests in flight by address; return the sum of all other processes' by address."""
+    async def exchange_load(
+        self, instance: str, inflight: Mapping[str, tuple[int, int]], *, ttl_ms: int = 1000
+    ) -> dict[str, tuple[int, int]]:
+        """Publish what this process has in flight; return the sum of all other processes'.
+
+        Both map an address to (requests, work); work in bytes, see `service.fleet`.
+        """
         key, now = self._key("load", instance), time.time()
         with _unavailable(self.url):
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.delete(key)
                 if inflight:
-                    pipe.hset(key, mapping=dict(inflight))
+                    pipe.hset(key, mapping={address: f"{n}:{work}" for address, (n, work) in inflight.items()})
                     pipe.pexpire(key, ttl_ms)
                 pipe.zadd(self._key("instances"), {instance: now})
                 pipe.zremrangebyscore(self._key("instances"), 0, now - 60)
@@ -305,10 +310,12 @@ class Store:
                 for name in others:
                     pipe.hgetall(self._key("load", name))
                 rows = await pipe.execute()
-        elsewhere: dict[str, int] = {}
+        elsewhere: dict[str, tuple[int, int]] = {}
         for row in rows:
-            for address, n in row.items():
-                elsewhere[address.decode()] = elsewhere.get(address.decode(), 0) + int(n)
+            for address, value in row.items():
+                n, work = map(int, value.split(b":"))
+                before = elsewhere.get(address.decode(), (0, 0))
+                elsewhere[address.decode()] = (before[0] + n, before[1] + work)
         return elsewhere
 
     async def forget_instance(self, instance: str) -> None:
@@ -318,8 +325,11 @@ class Store:
             await self._redis.zrem(self._key("instances"), instance)
 
 
-def verify(data: bytes, head: Head, *, key_check: int) -> Plan:
-    """Return the plan whose bytes and head were read; raise InvalidPlan on digest, schema, rules or version."""
+def verify(data: bytes, head: Head, *, key_check: int | None) -> Plan:
+    """Return the plan whose bytes and head were read; raise InvalidPlan on digest, schema, rules or version.
+
+    key_check: as in `plan.decode`.
+    """
     if hashlib.sha256(data).hexdigest() != head.sha256:
         raise InvalidPlan("checksum", f"plan version {head.version} does not match its sha256 {head.sha256[:12]}…")
     plan = decode(data, key_check=key_check)

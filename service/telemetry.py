@@ -1,11 +1,14 @@
-"""Every metric and metadata name of the service, once, and the registry that holds the values.
+"""Every metric and metadata name of the service, once, the registry that holds the values, and how we log.
 
 No label has unbounded values: endpoints are those of the configuration, causes and reasons come from short lists. A key
 never appears; the decision metadata that Envoy logs carries its hash.
 """
 
+import logging
+import sys
 from collections.abc import Callable
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -29,6 +32,20 @@ PLAN_AGE_S = "plan_age_s"
 KEY_HASH = "key_hash"
 
 PICK_BUCKETS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2, 0.1)
+
+
+def configure_logging(level: str) -> None:
+    """Log JSON lines to standard error."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.dict_tracebacks,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
 
 
 class Telemetry:
@@ -110,6 +127,7 @@ class _State(Collector):
         for name, help_text, value in (
             ("cacheroute_endpoint_ready", "1 when the endpoint gets new requests.", lambda e: float(e.usable)),
             ("cacheroute_endpoint_inflight", "Requests in flight, this process.", lambda e: e.inflight),
+            ("cacheroute_endpoint_work_bytes", "Load that picks compare, all processes.", lambda e: e.load),
             ("cacheroute_endpoint_inflight_elsewhere", "The same, other processes.", lambda e: e.inflight_elsewhere),
         ):
             family = GaugeMetricFamily(name, help_text, labels=["endpoint"])

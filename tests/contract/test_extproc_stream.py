@@ -111,7 +111,8 @@ def picked(reply: pb.ProcessingResponse) -> list[str]:
 
 async def test_planned_key_gets_its_targets_then_a_spare(rig: Rig) -> None:
     """The reply lists the key's targets, least loaded first, then one other; the decision rides as metadata."""
-    rig.fleet.by_name["b"].inflight = 3
+    for _ in range(3):
+        rig.fleet.charge(rig.fleet.by_name["b"], 10)
     call = rig.stream()
     await call.write(request(x_tenant_id="acme"))
     reply = await call.read()
@@ -166,7 +167,8 @@ async def test_value_is_read_where_raw_value_is_absent(rig: Rig) -> None:
 
 async def test_charge_moves_to_the_endpoint_that_served(rig: Rig) -> None:
     """When Envoy walked the list, the request counts where it runs and the dead endpoint leaves the picks."""
-    rig.fleet.by_name["c"].inflight = 9
+    for _ in range(9):
+        rig.fleet.charge(rig.fleet.by_name["c"], 10)
     call = rig.stream()
     await call.write(request(x_tenant_id="acme"))
     assert picked(await call.read())[:2] == ["10.0.0.2:80", "10.0.0.3:80"]

@@ -130,12 +130,13 @@ async def test_counts_arrive_once_and_add_up(store: Store) -> None:
 
 async def test_load_of_others_is_summed_and_forgotten(store: Store, valkey: Server, pool: str) -> None:
     """Each process reads the sum of all others, never its own, and a process that left counts no more."""
-    assert await store.exchange_load("x", {"10.0.0.1:80": 3}) == {}
-    assert await store.exchange_load("y", {"10.0.0.1:80": 2, "10.0.0.2:80": 1}) == {"10.0.0.1:80": 3}
-    assert await store.exchange_load("z", {}) == {"10.0.0.1:80": 5, "10.0.0.2:80": 1}
+    assert await store.exchange_load("x", {"10.0.0.1:80": (3, 900)}) == {}
+    both = {"10.0.0.1:80": (2, 100), "10.0.0.2:80": (1, 50)}
+    assert await store.exchange_load("y", both) == {"10.0.0.1:80": (3, 900)}
+    assert await store.exchange_load("z", {}) == {"10.0.0.1:80": (5, 1000), "10.0.0.2:80": (1, 50)}
     await store.forget_instance("y")
-    assert await store.exchange_load("z", {}) == {"10.0.0.1:80": 3}
-    await store.exchange_load("x", {"10.0.0.1:80": 3}, ttl_ms=20)
+    assert await store.exchange_load("z", {}) == {"10.0.0.1:80": (3, 900)}
+    await store.exchange_load("x", {"10.0.0.1:80": (3, 900)}, ttl_ms=20)
     await asyncio.sleep(0.05)
     assert await store.exchange_load("z", {}) == {}
 

@@ -1,21 +1,23 @@
 """Rules of the pick, and of the fleet it reads."""
 
+import math
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.dispatch import pick
+from service.dispatch import SPILL_SLACK, pick
 from service.errors import NoReadyEndpoint
-from service.fleet import Fleet
+from service.fleet import ANSWER_WORK, Fleet, request_work
 from service.table import Table
 
 
 def fleet_of(n: int, loads: list[int] | None = None, unready: set[int] | None = None) -> Fleet:
     fleet = Fleet(tuple((f"e{i}", f"10.0.0.{i}:8000") for i in range(n)))
     for i, endpoint in enumerate(fleet.endpoints):
-        endpoint.inflight = loads[i] if loads else 0
+        for _ in range(loads[i] if loads else 0):
+            fleet.charge(endpoint, ANSWER_WORK)
         if unready and i in unready:
             fleet.connect_failed(endpoint)
     return fleet
@@ -29,8 +31,9 @@ def situations(draw: st.DrawFn) -> tuple[Fleet, Table, int]:
         draw(st.lists(st.integers(0, 50), min_size=n, max_size=n)),
         draw(st.sets(st.integers(0, n - 1))),
     )
+    elsewhere = {e.address: draw(st.integers(0, 50)) for e in fleet.endpoints}
+    fleet.set_elsewhere({address: (count, count * ANSWER_WORK) for address, count in elsewhere.items()})
     for endpoint in fleet.endpoints:
-        endpoint.inflight_elsewhere = draw(st.integers(0, 50))
         if draw(st.booleans()) and draw(st.booleans()):
             fleet.set_draining(endpoint, True)
     # A plan may name endpoints that this fleet does not have (e8, e9).
@@ -38,29 +41,86 @@ def situations(draw: st.DrawFn) -> tuple[Fleet, Table, int]:
     return fleet, Table(1, 1, 0.0, {42: tuple(names)} if names else {}), draw(st.integers(0, 2**32))
 
 
-@given(situations())
-def test_a_pick_keeps_its_rules(situation: tuple[Fleet, Table, int]) -> None:
-    """Picks are distinct and usable; targets come first by load when any is usable; the list has a spare if it can."""
+@given(situations(), st.sampled_from([1.0, 1.25, 2.0, math.inf]))
+def test_a_pick_keeps_its_rules(situation: tuple[Fleet, Table, int], factor: float) -> None:
+    """Picks are distinct and usable; usable targets are all listed by load, first unless load spills; one is spare."""
     fleet, table, seed = situation
     usable = [e for e in fleet.endpoints if e.ready and not e.draining]
     if not usable:
         with pytest.raises(NoReadyEndpoint):
             pick(table, fleet, 42, Random(seed))
         return
-    chosen = pick(table, fleet, 42, Random(seed))
+    chosen = pick(table, fleet, 42, Random(seed), ANSWER_WORK, factor)
     names = [e.name for e in chosen.endpoints]
     assert len(set(names)) == len(names)
     assert all(e in usable for e in chosen.endpoints)
     planned = table.targets.get(42)
     alive = {e.name for e in usable} & set(planned or ())
-    expected_reason = "cold" if planned is None else "planned" if alive else "fallback"
-    assert chosen.reason == expected_reason
-    heads = len(alive) or 1
-    assert len(names) == min(heads + 1, len(usable))
-    if alive:
-        assert set(names[:heads]) == alive
-        loads = [e.load for e in chosen.endpoints[:heads]]
-        assert loads == sorted(loads)
+    if planned is None or not alive:
+        assert chosen.reason == ("cold" if planned is None else "fallback")
+        assert len(names) == min(2, len(usable))
+        return
+    listed = [e for e in chosen.endpoints if e.name in alive]
+    assert {e.name for e in listed} == alive
+    least = min(e.load for e in usable if e.name in alive)
+    bound = factor * (fleet.load / len(usable) + ANSWER_WORK) + SPILL_SLACK
+    if chosen.reason == "spill":
+        assert least + ANSWER_WORK > bound
+        assert chosen.endpoints[0].load < least
+    else:
+        assert chosen.reason == "planned"
+        assert listed == list(chosen.endpoints[: len(listed)])
+        assert [e.load for e in listed] == sorted(e.load for e in listed)
+        assert len(names) == min(len(alive) + 1, len(usable))
+
+
+def test_load_beyond_the_bound_spills_to_a_less_loaded_endpoint() -> None:
+    """A target above its bounded share sends the request elsewhere and stays next in the list; below it does not."""
+    table, rng = Table(1, 1, 0.0, {5: ("e0",)}), Random(0)
+    even, hot = fleet_of(6, [30] * 6), fleet_of(6, [40, 1, 1, 1, 1, 1])
+    assert pick(table, even, 5, rng).reason == "planned"
+    spilled = pick(table, hot, 5, rng)
+    assert spilled.reason == "spill"
+    assert spilled.endpoints[0].name != "e0"
+    assert spilled.endpoints[1].name == "e0"
+    assert pick(table, hot, 5, rng, ANSWER_WORK, math.inf).reason == "planned"
+
+
+def test_an_idle_fleet_never_spills() -> None:
+    """A single request, however large, goes to its target when nothing else is in flight."""
+    table = Table(1, 1, 0.0, {5: ("e2",)})
+    for prompt_bytes in (0, 1, 10**9):
+        chosen = pick(table, fleet_of(6), 5, Random(1), request_work(prompt_bytes))
+        assert (chosen.reason, chosen.endpoints[0].name) == ("planned", "e2")
+
+
+def test_a_target_without_a_queue_never_spills() -> None:
+    """A few small requests at one target stay together, though the rest of the fleet idles."""
+    table, fleet = Table(1, 1, 0.0, {5: ("e2",)}), fleet_of(6, [0, 0, 8, 0, 0, 0])
+    assert pick(table, fleet, 5, Random(1)).reason == "planned"
+
+
+def test_load_weighs_prompts_not_requests() -> None:
+    """One giant prompt outweighs many small ones."""
+    fleet, table = fleet_of(2), Table(1, 1, 0.0, {5: ("e0", "e1")})
+    fleet.charge(fleet.endpoints[0], request_work(500_000))
+    for _ in range(20):
+        fleet.charge(fleet.endpoints[1], request_work(2_000))
+    assert pick(table, fleet, 5, Random(0), ANSWER_WORK, math.inf).endpoints[0].name == "e1"
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 10**6)), max_size=60), st.integers(0, 10**6))
+def test_load_of_the_fleet_is_the_sum_of_its_endpoints(charges: list[tuple[int, int]], other: int) -> None:
+    """The fleet's total follows every charge, release and report of others, and ends at zero."""
+    fleet = fleet_of(3)
+    for index, work in charges:
+        fleet.charge(fleet.endpoints[index], work)
+    fleet.set_elsewhere({"10.0.0.1:8000": (1, other), "10.0.0.9:8000": (5, 5)})
+    assert fleet.load == sum(e.load for e in fleet.endpoints) == sum(w for _, w in charges) + other
+    fleet.set_elsewhere({})
+    for index, work in charges:
+        fleet.release(fleet.endpoints[index], work)
+    assert [fleet.load, *(e.load for e in fleet.endpoints), *(e.inflight for e in fleet.endpoints)] == [0] * 7
 
 
 def test_two_choices_never_takes_the_worst() -> None:
@@ -93,7 +153,7 @@ def test_load_counts_what_others_have_in_flight() -> None:
     """The load of other service processes decides as ours does."""
     fleet, table = fleet_of(3, [5, 0, 0]), Table(1, 1, 0.0, {5: ("e0", "e1")})
     assert pick(table, fleet, 5, Random(0)).endpoints[0].name == "e1"
-    fleet.set_elsewhere({"10.0.0.1:8000": 9})
+    fleet.set_elsewhere({"10.0.0.1:8000": (9, 9 * ANSWER_WORK)})
     assert pick(table, fleet, 5, Random(0)).endpoints[0].name == "e0"
     fleet.set_elsewhere({})
     assert pick(table, fleet, 5, Random(0)).endpoints[0].name == "e1"

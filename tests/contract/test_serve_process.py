@@ -1,0 +1,194 @@
+"""`cacheroute serve` as a process: health services, the HTTP port, draining, and every way to start it wrongly."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from service.pb import ext_proc_pb2 as pb
+
+METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def environment(**extra: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("CACHEROUTE_")}
+    return {**clean, **extra}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "planner.cli", "serve", *arguments]
+
+
+class Served:
+    def __init__(self) -> None:
+        self.grpc_port, self.http_port = free_port(), free_port()
+        self.process = subprocess.Popen(
+            command(
+                f"--listen=127.0.0.1:{self.grpc_port}",
+                f"--http=127.0.0.1:{self.http_port}",
+                "--endpoint=a=127.0.0.1:1",
+                "--endpoint=b=127.0.0.1:2",
+            ),
+            env=environment(CACHEROUTE_PROBE_INTERVAL_S="60", CACHEROUTE_DRAIN_S="20"),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                if self.get("/healthz")[0] == 200:
+                    break
+            except OSError:
+                pass
+            assert time.monotonic() < deadline
+            assert self.process.poll() is None
+            time.sleep(0.05)
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}")
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    def get(self, path: str) -> tuple[int, bytes, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=5) as response:
+                return response.status, response.read(), response.headers["content-type"]
+        except urllib.error.HTTPError as exc:
+            with exc:
+                return exc.code, exc.read(), exc.headers["content-type"]
+
+    def json(self, path: str) -> Any:
+        return json.loads(self.get(path)[1])
+
+    def status_of(self, name: str) -> Any:
+        return self.health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.channel.close()
+    served.process.kill()
+    served.process.communicate()
+
+
+def test_health_services_of_the_endpoint_picker_protocol(served: Served) -> None:
+    """The protocol's three names, and the empty one, answer SERVING without plan or Redis; others are unknown."""
+    for name in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+        assert served.status_of(name) == SERVING, name
+    with pytest.raises(grpc.RpcError) as caught:
+        served.status_of("nobody")
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_http_port_has_the_documented_fields(served: Served) -> None:
+    """/fleet, /table and /explain have exactly the fields that commands document; /metrics is Prometheus text."""
+    assert served.json("/healthz") == {"status": "ok"}
+    fleet = served.json("/fleet")["endpoints"]
+    assert [e["name"] for e in fleet] == ["a", "b"]
+    assert set(fleet[0]) == {"name", "address", "ready", "draining", "inflight", "inflight_elsewhere"}
+    assert served.json("/table") == {"version": 0, "epoch": 0, "age_s": 0.0, "keys": 0, "overrides": 0}
+    explained = served.json("/explain?key=acme")
+    assert set(explained) == {"key_hash", "reason", "rule", "targets", "candidates"}
+    assert explained["reason"] == "cold"
+    assert explained["targets"] == []
+    assert {c["name"] for c in explained["candidates"]} == {"a", "b"}
+    assert "acme" not in json.dumps(explained)
+    assert served.get("/explain")[0] == 400
+    status, body, content_type = served.get("/metrics")
+    assert (status, content_type.split(";")[0]) == (200, "text/plain")
+    text = body.decode()
+    for name in (
+        "cacheroute_picks_total",
+        "cacheroute_plan_version",
+        "cacheroute_endpoint_inflight",
+        "process_cpu_seconds",
+    ):
+        assert name in text
+    assert 'cacheroute_picks_total{reason="cold"} 0.0' in text, "explaining a key counts nothing"
+
+
+def test_sigterm_drains(served: Served) -> None:
+    """After SIGTERM the health services refuse new work, a stream in flight lives on, and its end ends the process."""
+    requests: list[pb.ProcessingRequest] = []
+    message = pb.ProcessingRequest()
+    message.request_headers.SetInParent()
+    requests.append(message)
+    release = False
+
+    def stream() -> Iterator[pb.ProcessingRequest]:
+        yield message
+        while not release:
+            time.sleep(0.01)
+
+    call = served.channel.stream_stream(
+        METHOD,
+        request_serializer=pb.ProcessingRequest.SerializeToString,
+        response_deserializer=pb.ProcessingResponse.FromString,
+    )(stream())
+    assert next(call).WhichOneof("response") == "request_headers"
+    assert sum(e["inflight"] for e in served.json("/fleet")["endpoints"]) == 1
+    watch = served.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert next(watch).status == SERVING
+    served.process.send_signal(signal.SIGTERM)
+    assert next(watch).status == NOT_SERVING
+    watch.cancel()
+    assert served.get("/healthz")[0] == 503
+    assert sum(e["inflight"] for e in served.json("/fleet")["endpoints"]) == 1
+    assert served.process.poll() is None
+    release = True
+    assert list(call) == []
+    _, log = served.process.communicate(timeout=15)
+    assert served.process.returncode == 0
+    events = [json.loads(line)["event"] for line in log.splitlines()]
+    assert events[0] == "serving"
+    assert events[-2:] == ["draining", "stopped"]
+    assert json.loads(log.splitlines()[-1])["inflight"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "told"),
+    [
+        (["--listen=127.0.0.1:{taken}"], {}, "--listen 127.0.0.1:{taken}: Address already in use"),
+        (["--listen=127.0.0.1:0", "--http=127.0.0.1:{taken}"], {}, "--http 127.0.0.1:{taken}"),
+        (["--listen=nowhere"], {}, "--listen (CACHEROUTE_LISTEN) = 'nowhere'"),
+        (["--endpoint=a=host:80"], {}, "not an IP address"),
+        (["--endpoint=a=10.0.0.1:80", "--endpoint=a=10.0.0.2:80"], {}, "name a stands twice"),
+        (["--redis=127.0.0.1:6379", "--listen=127.0.0.1:0", "--http=127.0.0.1:0"], {}, "redis://"),
+        ([], {"CACHEROUTE_LISTN": "x"}, "CACHEROUTE_LISTN"),
+        ([], {"CACHEROUTE_PROBE_INTERVAL_S": "soon"}, "CACHEROUTE_PROBE_INTERVAL_S"),
+        (["--lisen=x"], {}, "No such option: --lisen"),
+    ],
+)
+def test_a_wrong_start_is_told_in_one_line(arguments: list[str], variables: dict[str, str], told: str) -> None:
+    """What cannot be used ends the start with exit code 2 and names the option or variable."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            command(*(a.replace("{taken}", port) for a in arguments)),
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert told.replace("{taken}", port) in lines[-1]
+    if not told.startswith("No such option"):
+        assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
