@@ -1,0 +1,185 @@
+"""Builds a plan from rates: admission, then placement, then the plan value and a report about it.
+
+The result depends on rates, endpoint names and parameters alone: the same input gives the same bytes.
+"""
+
+import math
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from planner.admission import admit
+from planner.placement import place
+from planner.rates import KeyRates
+from service.errors import InvalidInput
+from service.plan import Parameters, Plan, check
+
+METHOD = "lpt"
+MAX_SLOTS = 2**32 - 1  # the plan's field
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a plan says in numbers.
+
+    max_over_mean: highest expected load of an endpoint over their mean, the cold tail among it; 1 without any load.
+    loads_rps, slots: one an endpoint.
+    """
+
+    slots_used: int
+    admitted: int
+    admitted_rate_share: float
+    max_copies: int
+    max_over_mean: float
+    loads_rps: tuple[float, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A plan, its numbers, and how long its two steps took."""
+
+    plan: Plan
+    shape: Shape
+    admit_ms: float
+    place_ms: float
+
+
+def build(
+    rates: KeyRates,
+    endpoints: Sequence[str],
+    *,
+    slots_per_endpoint: int,
+    replica_cap_rps: float,
+    key_check: int,
+) -> Built:
+    """Return the plan for `rates` on the named endpoints; raise InvalidInput for a parameter out of range.
+
+    About 4 ms for 128,824 keys on 30 endpoints of 128 slots, and as much again for checking the result.
+    """
+    _refuse(endpoints, slots_per_endpoint, replica_cap_rps)
+    began = time.perf_counter()
+    admission = admit(
+        rates.key_hashes,
+        rates.rates_rps,
+        endpoints=len(endpoints),
+        slots_per_endpoint=slots_per_endpoint,
+        replica_cap_rps=replica_cap_rps,
+    )
+    admitted_rates = rates.rates_rps[admission.rows].tolist()
+    admitted_rps = math.fsum(admitted_rates)
+    admitted = time.perf_counter()
+    placement = place(
+        admitted_rates,
+        admission.copies.tolist(),
+        endpoints=len(endpoints),
+        cold_load_rps=max(0.0, rates.total_rps - admitted_rps) / len(endpoints),
+    )
+    placed = time.perf_counter()
+    plan = Plan(
+        endpoints=tuple(endpoints),
+        key_hashes=array("Q", rates.key_hashes[admission.rows].tobytes()),
+        target_offsets=placement.offsets,
+        targets=placement.targets,
+        rates_rps=array("f", admitted_rates),
+        key_check=key_check,
+        parameters=Parameters(
+            method=METHOD,
+            slots_per_endpoint=slots_per_endpoint,
+            replica_cap_rps=replica_cap_rps,
+            keys_seen=len(rates),
+            rate_rps=rates.total_rps,
+            admitted_rate_rps=admitted_rps,
+        ),
+    )
+    check(plan)
+    return Built(plan, shape_of(plan), admit_ms=(admitted - began) * 1e3, place_ms=(placed - admitted) * 1e3)
+
+
+def shape_of(plan: Plan) -> Shape:
+    """Return a plan's numbers from its columns alone; about 2 ms for 3,840 copies."""
+    r, parameters = len(plan.endpoints), plan.parameters
+    targets, offsets = np.asarray(plan.targets, dtype=np.int64), np.asarray(plan.target_offsets, dtype=np.int64)
+    copies = offsets[1:] - offsets[:-1]
+    share_rps = np.asarray(plan.rates_rps, dtype=np.float64) / copies
+    cold_rps = max(0.0, parameters.rate_rps - parameters.admitted_rate_rps)
+    loads = np.bincount(targets, weights=np.repeat(share_rps, copies), minlength=r) + cold_rps / max(r, 1)
+    return Shape(
+        slots_used=len(targets),
+        admitted=len(plan),
+        admitted_rate_share=parameters.admitted_rate_rps / parameters.rate_rps if parameters.rate_rps else 0.0,
+        max_copies=int(copies.max(initial=0)),
+        max_over_mean=float(loads.max() / loads.mean()) if loads.any() else 1.0,
+        loads_rps=tuple(loads.tolist()),
+        slots=tuple(np.bincount(targets, minlength=r).tolist()),
+    )
+
+
+def report_of(built: Built) -> dict[str, object]:
+    """Return what `plan build` prints; sha256 is that of the file, and of the assignment in every publication of it."""
+    parameters, shape = built.plan.parameters, built.shape
+    return {
+        "keys": parameters.keys_seen,
+        "rate_rps": parameters.rate_rps,
+        "endpoints": len(built.plan.endpoints),
+        "slots_per_endpoint": parameters.slots_per_endpoint,
+        "slots_used": shape.slots_used,
+        "admitted": shape.admitted,
+        "admitted_rate_share": shape.admitted_rate_share,
+        "max_copies": shape.max_copies,
+        "max_over_mean": shape.max_over_mean,
+        "build_ms": built.admit_ms + built.place_ms,
+        "sha256": built.plan.content_sha256(),
+    }
+
+
+def endpoint_names(value: str) -> tuple[str, ...]:
+    """Return the names that `--endpoints` means: a number N is endpoint-0 to endpoint-(N-1), else a file of names.
+
+    Raise InvalidInput for a number below 1, and for a file that is missing, empty, or names an endpoint twice.
+    """
+    try:
+        number = int(value)
+    except ValueError:
+        return _names_from_file(Path(value))
+    if number < 1:
+        raise InvalidInput(f"--endpoints {value}: there must be at least 1", "give the number of endpoints, or a file")
+    return tuple(f"endpoint-{i}" for i in range(number))
+
+
+def _names_from_file(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as exc:
+        raise InvalidInput(f"--endpoints {path} is not UTF-8", "save it as UTF-8, one name a line") from exc
+    except OSError as exc:
+        raise InvalidInput(
+            f"--endpoints {path} cannot be read: {exc.strerror}", "give a number, or a file of one name a line"
+        ) from exc
+    first: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not (name := line.strip()):
+            continue
+        if (before := first.setdefault(name, number)) != number:
+            raise InvalidInput(
+                f"--endpoints {path} line {number}: {name!r} stands on line {before} too", "keep each name once"
+            )
+    if not first:
+        raise InvalidInput(f"--endpoints {path} names no endpoint", "write one name a line")
+    return tuple(first)
+
+
+def _refuse(endpoints: Sequence[str], slots_per_endpoint: int, replica_cap_rps: float) -> None:
+    faults = []
+    if not endpoints:
+        faults.append("endpoints = 0 is below 1")
+    if not 1 <= slots_per_endpoint <= MAX_SLOTS:
+        faults.append(f"--slots {slots_per_endpoint} is not 1 to {MAX_SLOTS}")
+    if not 0 < replica_cap_rps < float("inf"):
+        faults.append(f"--replica-cap {replica_cap_rps:g} is not a number of requests/s above 0")
+    if faults:
+        raise InvalidInput("; ".join(faults), "correct it and build again")
