@@ -7,7 +7,7 @@ every version agrees; `hash_key(KEY_CHECK, salt)` stands in each plan, so that a
 
 import xxhash
 
-SEED = 0x63616368  # "cach": fixed for good, plans outlive processes
+SEED = 0x63616368  # Any number would do; fixed for good, since plans outlive processes.
 KEY_CHECK = b"cacheroute"
 
 

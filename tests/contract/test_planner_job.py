@@ -208,7 +208,7 @@ async def test_the_loop_outlives_redis_and_ends_on_sigterm(own_valkey: Server, p
         at = await loop.until(at, event="plan_cycle", decision="no_rates")
         store = Store(own_valkey.url, pool)
         await count(store, int(time.time()) // WINDOW_S * WINDOW_S, KEYS)
-        await loop.until(at, event="plan_cycle", decision="published", version=1)
+        await loop.until(at, event="plan_cycle", decision="published", keys=len(KEYS))
         assert len(await published(store)) == 3
         await store.close()
         loop.process.send_signal(signal.SIGTERM)

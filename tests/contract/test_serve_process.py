@@ -57,8 +57,9 @@ class Served:
                     break
             except OSError:
                 pass
-            assert time.monotonic() < deadline
-            assert self.process.poll() is None
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                pytest.fail(f"not serving: {self.process.communicate()[1]}", pytrace=False)
             time.sleep(0.05)
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}")
         self.health = health_pb2_grpc.HealthStub(self.channel)

@@ -1,0 +1,137 @@
+"""Tells a demonstration's result: a table, one sentence of verdict, what to know about the figures; and JSON."""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from replay.verdict import PolicySummary, Verdict
+from service.errors import InvalidInput
+
+DASH = "–"
+COLOURS = {"win": "green", "tie": "yellow", "lose": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the figures hold for. rate_rps: offered, per engine second; span_s: engine seconds from first to last send.
+
+    replica_cap_rps: requests per engine second of one key above which the plan gives it another engine.
+
+    lag_s: the latest that the generator sent a request, wall seconds.  tenants: keys that were overlaid.
+    """
+
+    trace: str
+    seed: int
+    engines: int
+    requests: int
+    tenants: int
+    rate_rps: float
+    span_s: float
+    speed: float
+    replica_cap_rps: float
+    lag_s: float
+
+
+def document(verdict: Verdict, policies: Sequence[PolicySummary], conditions: Conditions) -> dict[str, Any]:
+    """Return the report as it is written by `--report`; figures are not rounded."""
+    return {
+        "verdict": verdict.outcome,
+        "reason": verdict.reason,
+        "seed": conditions.seed,
+        "trace": conditions.trace,
+        "engines": conditions.engines,
+        "requests": conditions.requests,
+        "policies": [asdict(policy) for policy in policies],
+    }
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Write the report as JSON, whole or not at all; raise InvalidInput when it cannot be written."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+            # mkstemp makes files for their owner alone; a report is as public as any file one writes.
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as exc:
+        raise InvalidInput(
+            f"--report {path} cannot be written ({exc.strerror})", "give a file in a folder you may write"
+        ) from exc
+
+
+def check_writable(path: Path) -> None:
+    """Raise InvalidInput when a report could not be written to `path`, before anything is measured for it."""
+    if path.is_dir():
+        raise InvalidInput(f"--report {path} is a folder", "give the name of a file")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"--report {path}: folder {path.parent} does not exist", "create it or give another path")
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidInput(f"--report {path} cannot be written", "give a file in a folder you may write")
+
+
+def show(verdict: Verdict, policies: Sequence[PolicySummary], conditions: Conditions, console: Console) -> None:
+    """Print table, sentence and conditions."""
+    table = Table(
+        box=SIMPLE_HEAD if console.is_terminal else None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for name in ("policy", "hit rate", "TTFT p50", "TTFT p99", "max/mean", "planned", "plan", "failed"):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for policy in policies:
+        table.add_row(
+            policy.policy,
+            DASH if policy.token_hit_rate is None else f"{100 * policy.token_hit_rate:.1f} %",
+            _seconds(policy.ttft_p50_s),
+            _seconds(policy.ttft_p99_s),
+            DASH if policy.max_over_mean is None else f"{policy.max_over_mean:.2f}",
+            f"{100 * policy.planned_share:.0f} %",
+            str(policy.plan_version or DASH),
+            f"{policy.failed}/{policy.requests}",
+        )
+    console.print()
+    console.print(table)
+    console.print()
+    said = f"[bold {COLOURS[verdict.outcome]}]{verdict.outcome.upper()}[/] {verdict.reason}"
+    console.print(said, highlight=False, soft_wrap=not console.is_terminal)
+    console.print()
+    for note in notes(conditions):
+        console.print(f"· {note}", highlight=False, style="dim", soft_wrap=not console.is_terminal)
+
+
+def notes(conditions: Conditions) -> tuple[str, ...]:
+    """Return what a reader must know not to misread the figures, one sentence or two each."""
+    c = conditions
+    return (
+        f"Both policies got the same {c.requests} requests of {c.trace} at the same times: {c.rate_rps:.2f} requests/s "
+        f"over {c.span_s:.0f} engine seconds on {c.engines} simulated engines, caches emptied in between. Hit rate is "
+        "that of prompt tokens, max/mean the busiest engine's requests over the mean.",
+        f"Tenant keys are overlaid: the trace has none, so each of its conversations was given to one of {c.tenants} "
+        "synthetic tenants by the steep head law.",
+        "The plan was made from the rates that the service measured in the first pass, so it knows this traffic's "
+        f"tenants, as a plan knows yesterday's. It gives a key one engine per {c.replica_cap_rps:.2f} requests/s; "
+        "requests beyond the planned share found their engine with too much in flight and went to another.",
+        f"Latencies are engine seconds: the engines ran {c.speed:g}× faster than real time. The load generator was "
+        f"{c.lag_s * 1000:.0f} ms late at most ({c.lag_s * c.speed:.2f} engine seconds).",
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2f} s"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
