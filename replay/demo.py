@@ -7,7 +7,7 @@
 5. The two passes are compared request by request (`replay.verdict`).
 
 Why these defaults: the trace is played as fast as it was recorded, a choice that no result was tuned for. The shipped
-excerpt then offers 2.9 requests/s, 14,100 prompt tokens each on average, to six engines. Their prefill alone, with no
+excerpt then offers 2.9 requests/s, 14,000 prompt tokens each on average, to six engines. Their prefill alone, with no
 cache hit, would take 82 % of what the engines have: enough for queues to matter, and they do not grow without end.
 """
 
@@ -59,12 +59,13 @@ class DemoSettings:
 
     trace: Path | None = None
     engines: int = 6
-    duration_s: float = 40.0
+    duration_s: float = 43.0
     rate_rps: float | None = None
     speed: float = 12.0
     tenants: int = 64
     seed: int = 0
     report: Path | None = None
+    picture: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +167,9 @@ def check(settings: DemoSettings) -> None:
         faults.append(f"tenants {settings.tenants} is below 1")
     if faults:
         raise InvalidInput("; ".join(faults), "correct the option")
-    if settings.report is not None:
-        check_writable(settings.report)
+    for option, path in (("--report", settings.report), ("--picture", settings.picture)):
+        if path is not None:
+            check_writable(option, path)
 
 
 async def _run_pass(

@@ -1,5 +1,6 @@
 """Tells a demonstration's result: a table, one sentence of verdict, what to know about the figures; and JSON."""
 
+import io
 import json
 import os
 import tempfile
@@ -16,6 +17,7 @@ from replay.verdict import PolicySummary, Verdict
 from service.errors import InvalidInput
 
 DASH = "–"
+PICTURE_COLUMNS = 100
 COLOURS = {"win": "green", "tie": "yellow", "lose": "red"}
 
 
@@ -55,11 +57,22 @@ def document(verdict: Verdict, policies: Sequence[PolicySummary], conditions: Co
 
 def write(path: Path, report: dict[str, Any]) -> None:
     """Write the report as JSON, whole or not at all; raise InvalidInput when it cannot be written."""
+    _write("--report", path, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+
+def draw(path: Path, verdict: Verdict, policies: Sequence[PolicySummary], conditions: Conditions) -> None:
+    """Write what `show` prints as an SVG picture, whole or not at all; raise InvalidInput when it cannot be written."""
+    console = Console(record=True, width=PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
+    show(verdict, policies, conditions, console)
+    _write("--picture", path, console.export_svg(title="cacheroute demo"))
+
+
+def _write(option: str, path: Path, text: str) -> None:
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+                file.write(text)
             # mkstemp makes files for their owner alone; a report is as public as any file one writes.
             os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, path)
@@ -68,18 +81,18 @@ def write(path: Path, report: dict[str, Any]) -> None:
             raise
     except OSError as exc:
         raise InvalidInput(
-            f"--report {path} cannot be written ({exc.strerror})", "give a file in a folder you may write"
+            f"{option} {path} cannot be written ({exc.strerror})", "give a file in a folder you may write"
         ) from exc
 
 
-def check_writable(path: Path) -> None:
-    """Raise InvalidInput when a report could not be written to `path`, before anything is measured for it."""
+def check_writable(option: str, path: Path) -> None:
+    """Raise InvalidInput when a file could not be written to `path`, before anything is measured for it."""
     if path.is_dir():
-        raise InvalidInput(f"--report {path} is a folder", "give the name of a file")
+        raise InvalidInput(f"{option} {path} is a folder", "give the name of a file")
     if not path.parent.is_dir():
-        raise InvalidInput(f"--report {path}: folder {path.parent} does not exist", "create it or give another path")
+        raise InvalidInput(f"{option} {path}: folder {path.parent} does not exist", "create it or give another path")
     if not os.access(path.parent, os.W_OK):
-        raise InvalidInput(f"--report {path} cannot be written", "give a file in a folder you may write")
+        raise InvalidInput(f"{option} {path} cannot be written", "give a file in a folder you may write")
 
 
 def show(verdict: Verdict, policies: Sequence[PolicySummary], conditions: Conditions, console: Console) -> None:

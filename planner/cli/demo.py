@@ -18,13 +18,14 @@ def demo(
         Path | None, typer.Option(help="Mooncake JSONL, plain or gzip.  [an excerpt of Mooncake's conversations]")
     ] = None,
     engines: Annotated[int, typer.Option(help="Simulated vLLM servers.")] = 6,
-    duration: Annotated[float, typer.Option(help="Seconds in which a pass sends its requests.")] = 40.0,
+    duration: Annotated[float, typer.Option(help="Seconds in which a pass sends its requests.")] = 43.0,
     rate: Annotated[
         float | None, typer.Option(help="Requests per second of the engines' time.  [the trace's own]")
     ] = None,
     speed: Annotated[float, typer.Option(help="How much faster than real time the engines run.")] = 12.0,
     seed: Annotated[int, typer.Option(help="Of arrivals, tenants and the verdict's interval.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write the result as it is printed, as SVG.")] = None,
 ) -> None:
     """Play a real trace through Envoy and a simulated fleet, first without a plan, then with one, and compare.
 
@@ -33,7 +34,7 @@ def demo(
     from rich.console import Console
 
     from replay.demo import DemoSettings, run_demo
-    from replay.report import document, show, write
+    from replay.report import document, draw, show, write
 
     out, err = Console(), Console(stderr=True)
     settings = DemoSettings(
@@ -44,6 +45,7 @@ def demo(
         speed=speed,
         seed=seed,
         report=report,
+        picture=picture,
     )
     try:
         result = run_demo(settings, out, err)
@@ -53,6 +55,8 @@ def demo(
     show(result.verdict, result.policies, result.conditions, out)
     if report is not None:
         write(report, document(result.verdict, result.policies, result.conditions))
+    if picture is not None:
+        draw(picture, result.verdict, result.policies, result.conditions)
     if result.failed:
         for failure in result.failures[:FAILURES_SHOWN]:
             err.print(f"failed: {failure}", markup=False, highlight=False)

