@@ -1,15 +1,13 @@
 """What tests of every kind share: a real Valkey, a pool of its own for each test, and where whole traces are."""
 
 import os
-import socket
-import subprocess
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from replay.processes import Process, answers_ping, free_ports, wait_ready
 from replay.programs import valkey_program
 
 
@@ -17,36 +15,24 @@ class Valkey:
     """One real server on a port of its own that a test may kill and start again; it keeps nothing on disk."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
+        listen = ["--port", str(self.port), "--bind", "127.0.0.1"]
+        self._process = Process(
+            "valkey",
+            [valkey_program(), *listen, "--save", "", "--appendonly", "no"],
+            log=directory / "valkey.log",
+            ready=lambda: answers_ping(f"127.0.0.1:{self.port}"),
+            env=os.environ,
+            cwd=directory,
+        )
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [valkey_program(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
-            cwd=self._directory,
-            stdout=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                    connection.sendall(b"PING\r\n")
-                    if connection.recv(16).startswith(b"+PONG"):
-                        return
-            except OSError:
-                pass
-            if time.monotonic() > deadline:
-                pytest.fail("Valkey did not answer PING within 20 s", pytrace=False)
-            time.sleep(0.02)
+        self._process.start()
+        wait_ready([self._process], timeout_s=20)
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._process.kill()
 
 
 @pytest.fixture(scope="session")
