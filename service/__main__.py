@@ -39,6 +39,9 @@ from service.store import Store
 from service.table import Current
 from service.telemetry import Telemetry, configure_logging
 
+# How long the background tasks may take to hand out what they hold.
+ENDING_S = 4.0
+
 HEALTH_SERVICES = ("", "liveness", "readiness", SERVICE)
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -126,13 +129,15 @@ async def serve(settings: ServiceSettings) -> None:
     await server.stop(settings.drain_s)
     for task in background:
         task.cancel()
-    results = await asyncio.gather(*background, return_exceptions=True)
+    await asyncio.wait(background, timeout=ENDING_S)
     if store is not None:
         await store.close()
     await runner.cleanup()
     log.info("stopped", inflight=sum(e.inflight for e in fleet.endpoints))
     if ends not in done:  # A task that should never end did: say why, and let the supervisor start us again.
-        raise next(r for r in results if isinstance(r, BaseException) and not isinstance(r, asyncio.CancelledError))
+        for task in background:
+            if task.done() and not task.cancelled():
+                task.result()
 
 
 def _in_force(settings: ServiceSettings) -> dict[str, object]:

@@ -109,7 +109,7 @@ class Feed:
         return plan, build_table(plan)
 
     async def _listen(self) -> None:
-        while True:
+        while not _ending():
             try:
                 async for _ in self._store.events():
                     self._hint.set()
@@ -118,7 +118,7 @@ class Feed:
             await asyncio.sleep(1.0)
 
     async def _follow(self) -> None:
-        while True:
+        while not _ending():
             self._hint.clear()
             try:
                 await self.refresh()
@@ -156,7 +156,7 @@ class Feed:
             raise
 
     async def _every(self, period_s: float, call: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        while True:
+        while not _ending():
             await asyncio.sleep(period_s)
             try:
                 await work()
@@ -174,3 +174,9 @@ class Feed:
         if call in self._down:
             self._down.discard(call)
             log.info("store is back", call=call)
+
+
+def _ending() -> bool:
+    """Return whether this task was asked to end: a client that is connecting can turn a cancellation into a timeout."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import pytest
@@ -34,6 +34,10 @@ def environment(**extra: str) -> dict[str, str]:
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "planner.cli", "serve", *arguments]
+
+
+class Server(Protocol):
+    url: str
 
 
 class Served:
@@ -160,6 +164,29 @@ def test_sigterm_drains(served: Served) -> None:
     assert events[0] == "serving"
     assert events[-2:] == ["draining", "stopped"]
     assert json.loads(log.splitlines()[-1])["inflight"] == 0
+
+
+@pytest.mark.parametrize("redis", ["alive", "dead"])
+def test_sigterm_right_after_the_start(valkey: Server, pool: str, redis: str) -> None:
+    """A process that is told to end while it still connects to Redis ends, whether Redis answers or not."""
+    url = valkey.url if redis == "alive" else "redis://127.0.0.1:1/0"
+    for _ in range(4):
+        process = subprocess.Popen(
+            command("--listen=127.0.0.1:0", "--http=127.0.0.1:0", f"--redis={url}", f"--pool={pool}"),
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        assert "serving" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        try:
+            _, log = process.communicate(timeout=8)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail(f"still there after 8 s: {process.communicate()[1]}")
+        assert process.returncode == 0, log
+        assert json.loads(log.splitlines()[-1])["event"] == "stopped"
 
 
 @pytest.mark.parametrize(
