@@ -91,10 +91,10 @@ class Ack:
 
 @contextmanager
 def _unavailable(url: str) -> Iterator[None]:
-    """Turn the client's many exceptions into the one that callers act upon."""
+    """Turn the client's many exceptions, and those of reading what we never wrote, into the one callers act upon."""
     try:
         yield
-    except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as exc:
+    except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError, KeyError) as exc:
         raise StoreUnavailable(
             f"Redis at {_without_password(url)} cannot be used ({type(exc).__name__}: {exc}); "
             "check that it runs and that CACHEROUTE_REDIS_URL / --redis names it"
@@ -249,7 +249,7 @@ class Store:
                 with _unavailable(self.url):
                     # HSCAN in steps: HGETALL of a large window would hold the server for hundreds of milliseconds.
                     cursor, chunk = await self._redis.hscan(self._key("rates", start), cursor, count=5000)
-                counts.update((int(k, 16), int(v)) for k, v in chunk.items() if not k.startswith(b"i:"))
+                    counts.update((int(k, 16), int(v)) for k, v in chunk.items() if not k.startswith(b"i:"))
                 if not cursor:
                     break
             if counts:
@@ -279,11 +279,11 @@ class Store:
                 for name in names:
                     pipe.hgetall(self._key("ack", name.decode()))
                 rows = await pipe.execute() if names else []
-        return [
-            Ack(n.decode(), int(r[b"version"]), int(r[b"epoch"]), r[b"error"].decode(), float(r[b"at"]))
-            for n, r in zip(names, rows, strict=True)
-            if r
-        ]
+            return [
+                Ack(n.decode(), int(r[b"version"]), int(r[b"epoch"]), r[b"error"].decode(), float(r[b"at"]))
+                for n, r in zip(names, rows, strict=True)
+                if r
+            ]
 
     async def exchange_load(
         self, instance: str, inflight: Mapping[str, tuple[int, int]], *, ttl_ms: int = 1000
@@ -310,13 +310,13 @@ class Store:
                 for name in others:
                     pipe.hgetall(self._key("load", name))
                 rows = await pipe.execute()
-        elsewhere: dict[str, tuple[int, int]] = {}
-        for row in rows:
-            for address, value in row.items():
-                n, work = map(int, value.split(b":"))
-                before = elsewhere.get(address.decode(), (0, 0))
-                elsewhere[address.decode()] = (before[0] + n, before[1] + work)
-        return elsewhere
+            elsewhere: dict[str, tuple[int, int]] = {}
+            for row in rows:
+                for address, value in row.items():
+                    n, work = map(int, value.split(b":"))
+                    before = elsewhere.get(address.decode(), (0, 0))
+                    elsewhere[address.decode()] = (before[0] + n, before[1] + work)
+            return elsewhere
 
     async def forget_instance(self, instance: str) -> None:
         """Take a process that ends out of the pool at once instead of by expiry."""

@@ -141,6 +141,29 @@ async def test_load_of_others_is_summed_and_forgotten(store: Store, valkey: Serv
     assert await store.exchange_load("z", {}) == {}
 
 
+async def test_what_we_never_wrote_is_the_stores_fault(store: Store, pool: str) -> None:
+    """Foreign values and types under our keys are one kind of error, so that no task of a service dies of them."""
+    client, prefix = store._redis, f"{{cacheroute:{pool}}}:"
+    await store.exchange_load("other", {"10.0.0.1:80": (1, 1)})
+    for value in ("seven", "1:2:3", ""):
+        await client.hset(f"{prefix}load:other", "10.0.0.1:80", value)
+        with pytest.raises(StoreUnavailable):
+            await store.exchange_load("x", {})
+    await client.hset(f"{prefix}rates:60", "not a hash", 5)
+    await client.set(f"{prefix}rates:90", "not even a hash")
+    for window in (60, 90):
+        with pytest.raises(StoreUnavailable):
+            await store.read_rates([window])
+    with pytest.raises(StoreUnavailable):
+        await store.add_rates(90, {1: 1}, instance="x", batch=1, ttl_s=10)
+    await client.hset(f"{prefix}ack:other", "version", "x")
+    with pytest.raises(StoreUnavailable):
+        await store.read_acks()
+    await client.hset(f"{prefix}head", "version", "latest")
+    with pytest.raises(InvalidPlan):
+        await store.read_head()
+
+
 async def test_acks_tell_who_serves_what(store: Store) -> None:
     """Each instance's last ack is read back with its error, without the ones that expired or left."""
     await store.write_ack("b", version=2, epoch=1, error="")
