@@ -8,6 +8,7 @@ Exit codes: 0 ok, 1 ran and the answer is no, 2 usage or unreadable input, 3 inv
 import sys
 
 GROUPS = ("serve", "sim_engine", "plan", "planner", "lab", "demo")
+ROOMS = ("service", "replay", "planner", "engine_patch")
 
 
 def main() -> None:
@@ -38,6 +39,15 @@ def main() -> None:
     except CacheRouteError as exc:
         print(f"cacheroute: {exc}", file=sys.stderr)
         sys.exit(exc.exit_code)
+    except ModuleNotFoundError as exc:
+        if exc.name is None or exc.name.partition(".")[0] in ROOMS:
+            raise
+        print(
+            f"cacheroute: this command needs the Python package {exc.name!r}; "
+            "pip install 'cacheroute[planner]', or 'cacheroute[demo]' for demo and lab",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 def _options() -> None:
