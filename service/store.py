@@ -46,10 +46,10 @@ if epoch == current_epoch and version <= current then return {0, current} end
 redis.call('SET', plan, ARGV[4])
 redis.call('HSET', head, 'version', ARGV[2], 'epoch', ARGV[3], 'sha256', ARGV[5], 'created_at', ARGV[6],
            'actor', ARGV[7], 'reason', ARGV[8])
-if current > 0 and current ~= version then redis.call('EXPIRE', ARGV[9] .. current, ARGV[10]) end
-redis.call('XADD', log, 'MAXLEN', '~', ARGV[11], '*', 'event', 'publish', 'version', ARGV[2], 'epoch', ARGV[3],
-           'sha256', ARGV[5], 'actor', ARGV[7], 'reason', ARGV[8], 'keys', ARGV[12])
-redis.call('PUBLISH', ARGV[13], ARGV[3] .. ':' .. ARGV[2])
+if current > 0 then redis.call('EXPIRE', KEYS[4], ARGV[9]) end
+redis.call('XADD', log, 'MAXLEN', '~', ARGV[10], '*', 'event', 'publish', 'version', ARGV[2], 'epoch', ARGV[3],
+           'sha256', ARGV[5], 'actor', ARGV[7], 'reason', ARGV[8], 'keys', ARGV[11])
+redis.call('PUBLISH', ARGV[12], ARGV[3] .. ':' .. ARGV[2])
 return {1, version}
 """
 
@@ -181,7 +181,12 @@ class Store:
         data = encode(published)
         with _unavailable(self.url):
             done, current = await self._publish(
-                keys=[self._key("head"), self._key("plan", version), self._key("log")],
+                keys=[
+                    self._key("head"),
+                    self._key("plan", version),
+                    self._key("log"),
+                    self._key("plan", expected.version),
+                ],
                 args=[
                     expected.version,
                     version,
@@ -191,7 +196,6 @@ class Store:
                     repr(published.created_at),
                     actor,
                     reason,
-                    self._key("plan", ""),
                     PREVIOUS_PLAN_TTL_S,
                     LOG_LENGTH,
                     len(plan),

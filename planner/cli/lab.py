@@ -25,7 +25,7 @@ def lab(
         str, typer.Option(help="Engine and model: 70b-fp8-tp2, 8b-bf16-tp1 or 70b-bf16-tp2.")
     ] = "70b-fp8-tp2",
     kv_blocks: Annotated[int | None, typer.Option(help="KV-cache blocks of an engine.  [the preset's]")] = None,
-    slots: Annotated[int, typer.Option(help="Most keys that the planner places on one engine.")] = 64,
+    slots: Annotated[int, typer.Option(help="Keys that one engine keeps warm, on average.")] = 64,
     replica_cap: Annotated[float, typer.Option(help="Requests/s of one key that one engine bears.")] = 4.0,
     plan_interval_s: Annotated[float, typer.Option(help="Seconds between two plans.")] = 30.0,
     planner: Annotated[bool, typer.Option(help="Run the planner.")] = True,

@@ -40,7 +40,7 @@ async def store(valkey: Server, pool: str) -> AsyncIterator[Store]:
     await store.close()
 
 
-async def test_publish_then_read_back(store: Store) -> None:
+async def test_publish_then_read_back(store: Store, pool: str) -> None:
     """What was published is read back verified, under a version that rises and an epoch that stays."""
     assert await store.read_head() == Head()
     before = time.time()
@@ -50,6 +50,9 @@ async def test_publish_then_read_back(store: Store) -> None:
     assert head.epoch >= int(before)
     assert verify(await store.read_plan_bytes(1), head, key_check=hash_key(KEY_CHECK)) == first
     second = await store.publish(plan_of(1), expected=head, actor="me", reason="second")
+    prefix = f"{{cacheroute:{pool}}}:"
+    assert 0 < await store._redis.ttl(f"{prefix}plan:1") <= 600, "a superseded plan stays for readers in the middle"
+    assert await store._redis.ttl(f"{prefix}plan:2") == -1, "the published plan never expires"
     assert (second.version, second.epoch) == (2, first.epoch)
     assert [(e["version"], e["reason"], e["keys"]) for e in await store.read_log()] == [
         ("2", "second", "1"),
