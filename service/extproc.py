@@ -39,8 +39,8 @@ from service.telemetry import (
 )
 
 CONTENT_LENGTH = "content-length"
-# A gigabyte: what claims more is not a prompt, and would push all load off its endpoint.
-MAX_LENGTH_DIGITS = 9
+# About a million tokens. A request that claims more counts as this: a header must not empty an endpoint of all others.
+MAX_PROMPT_BYTES = 4 * 1024 * 1024
 
 # Replies differ in their list only; an ordered pair of 64 endpoints has 4,032 of them.
 LISTS_KEPT = 8192
@@ -166,8 +166,8 @@ class ExternalProcessor:
                 found.setdefault(name, header.raw_value or header.value.encode())
             elif name == CONTENT_LENGTH and self._load_by_bytes:
                 length = header.raw_value or header.value.encode()
-                if length.isdigit() and len(length) <= MAX_LENGTH_DIGITS:
-                    work = request_work(int(length))
+                if length.isdigit():
+                    work = request_work(min(int(length[:10]), MAX_PROMPT_BYTES))
         for name in names:
             key = found.get(name)
             if key:
@@ -192,9 +192,10 @@ class ExternalProcessor:
         counter.inc()
         if served is not charged:
             self._telemetry.elsewhere.labels(served.name).inc()
-            if attempts > 1 and served in picked.endpoints:
-                # Envoy walks the list in order: whatever stands before the one that served could not be reached.
-                for endpoint in picked.endpoints[: picked.endpoints.index(served)]:
+            if attempts > 1:
+                # Envoy walks the list in order, then leaves it: all before the one that served were not reachable.
+                tried = picked.endpoints
+                for endpoint in tried[: tried.index(served) if served in tried else attempts - 1]:
                     self._on_connect_failure(endpoint)
             self._fleet.release(charged, work)
             self._fleet.charge(served, work)

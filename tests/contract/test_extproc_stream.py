@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from service.__main__ import bind, new_server
 from service.extproc import ExternalProcessor
-from service.fleet import Endpoint, Fleet
+from service.fleet import ANSWER_WORK, Endpoint, Fleet
 from service.keys import format_hash, hash_key
 from service.pb import ext_proc_pb2 as pb
 from service.rates import Rates
@@ -179,6 +179,42 @@ async def test_charge_moves_to_the_endpoint_that_served(rig: Rig) -> None:
     assert rig.telemetry.registry.get_sample_value("cacheroute_served_total", {"endpoint": "c", "status": "2xx"}) == 1
     await call.done_writing()
     assert await rig.settled() == {"a": 0, "b": 0, "c": 9}
+
+
+async def test_a_list_of_dead_endpoints_marks_what_was_tried(rig: Rig) -> None:
+    """When Envoy left the list for its own fallback, each endpoint that it tried before leaves the picks."""
+    call = rig.stream()
+    await call.write(request(x_tenant_id="solo"))
+    first, second = picked(await call.read())
+    left = ({"10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"} - {first, second}).pop()
+    await call.write(response(served=left, attempts=3))
+    await call.read()
+    assert rig.dead == [rig.fleet.by_address[first].name, rig.fleet.by_address[second].name]
+    assert rig.fleet.by_address[left].inflight == 1
+    await call.done_writing()
+    assert sum((await rig.settled()).values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "work"),
+    [
+        ("1000", ANSWER_WORK + 1000),
+        ("0", ANSWER_WORK),
+        ("", ANSWER_WORK),
+        ("-5", ANSWER_WORK),
+        ("many", ANSWER_WORK),
+        ("9" * 40, ANSWER_WORK + 4 * 1024 * 1024),
+    ],
+)
+async def test_work_is_what_content_length_says_within_reason(rig: Rig, length: str, work: int) -> None:
+    """A request weighs its announced length, clamped; what is no length weighs as if none were given."""
+    call = rig.stream()
+    await call.write(request(x_tenant_id="solo", content_length=length))
+    await call.read()
+    assert rig.fleet.by_name["a"].load == rig.fleet.load == work
+    await call.done_writing()
+    await rig.settled()
+    assert rig.fleet.load == 0
 
 
 async def test_an_unknown_server_changes_nothing_but_a_counter(rig: Rig) -> None:
