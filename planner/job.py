@@ -4,7 +4,8 @@ One cycle:
 
 1. Read which plan is published, and the counts of the newest windows; without any count nothing is done.
 2. Admit and place.
-3. Publish, unless the published plan holds this very assignment. When somebody else published meanwhile, the cycle is
+3. Publish, unless the published plan gives every key the same targets (rates alone are no reason to make every service
+   build its table again). When somebody else published meanwhile, the cycle is
    done again from the start, once; the second time the conflict is the caller's.
 
 Every cycle leaves a record. The loop outlives whatever is wrong with Redis or with what it holds: it says so in one
@@ -24,6 +25,7 @@ from planner.rates import KeyRates, rates_from_windows
 from planner.settings import PlannerSettings
 from service.errors import CacheRouteError, InvalidPlan, PlanConflict
 from service.keys import KEY_CHECK, hash_key
+from service.plan import Plan
 from service.store import Head, Store, verify
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -121,7 +123,8 @@ async def _attempt(store: Store, settings: PlannerSettings, clock: Callable[[], 
     )
     durations_ms |= {"admit": built.admit_ms, "place": built.place_ms}
     comparing = time.perf_counter()
-    same = await _published_sha256(store, head, key_check) == built.plan.content_sha256()
+    published_plan = await _published_plan(store, head, key_check)
+    same = published_plan is not None and published_plan.assigns_as(built.plan)
     durations_ms["compare"] = _ms_since(comparing)
     if same:
         return _record("unchanged", head.version, head.epoch, rates, len(windows), durations_ms, built)
@@ -133,15 +136,15 @@ async def _attempt(store: Store, settings: PlannerSettings, clock: Callable[[], 
     return _record("published", published.version, published.epoch, rates, len(windows), durations_ms, built)
 
 
-async def _published_sha256(store: Store, head: Head, key_check: int) -> str:
-    """Return the digest of the published assignment; empty when there is none that a service would take."""
+async def _published_plan(store: Store, head: Head, key_check: int) -> Plan | None:
+    """Return the published plan; None when there is none that a service would take."""
     if not head.version:
-        return ""
+        return None
     try:
-        return verify(await store.read_plan_bytes(head.version), head, key_check=key_check).content_sha256()
+        return verify(await store.read_plan_bytes(head.version), head, key_check=key_check)
     except InvalidPlan as exc:
         log.warning("published_plan_unusable", version=head.version, cause=exc.cause, message=str(exc))
-        return ""
+        return None
 
 
 def _record(

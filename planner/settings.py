@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from planner.build import MAX_SLOTS
 from service.errors import InvalidInput
-from service.settings import OTHER_ROOMS, ServiceSettings, refuse_unknown, split_address
+from service.settings import OTHER_ROOMS, ServiceSettings, check_salt, refuse_unknown, split_address
 from service.settings import PREFIX as SERVICE_PREFIX
 
 PREFIX = "CACHEROUTE_PLANNER_"
@@ -47,6 +47,11 @@ class PlannerSettings(BaseSettings):
     interval_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     actor: str = "planner"
     log_level: str = Field(default="info", pattern=r"^(debug|info|warning|error)$")
+
+    @field_validator("key_salt")
+    @classmethod
+    def _salt(cls, value: str) -> str:
+        return check_salt(value)
 
     @field_validator("endpoint", mode="before")
     @classmethod
@@ -98,6 +103,6 @@ def _describe(exc: ValidationError) -> str:
         name = str(error["loc"][0]).removeprefix(SERVICE_PREFIX).lower() if error["loc"] else "settings"
         option = OPTIONS.get(name, "--" + name.replace("_", "-"))
         variable = (SERVICE_PREFIX if name in SHARED else PREFIX) + name.upper()
-        value = "" if error["type"] == "missing" else f" = {error['input']!r}"
+        value = "" if error["type"] == "missing" or name == "key_salt" else f" = {error['input']!r}"
         faults.append(f"{option} ({variable}){value}: {error['msg'].removeprefix('Value error, ')}")
     return "; ".join(faults)

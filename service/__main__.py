@@ -1,7 +1,8 @@
 """Assembles one service process and runs it until SIGTERM: `python -m service`, or `cacheroute serve`.
 
-End of life: SIGTERM makes the health services say NOT_SERVING and stops taking streams; requests in flight keep theirs
-for up to `drain_s`, then the process ends. Envoy fails open, so a response that lasts longer still reaches its client.
+End of life: SIGTERM makes `readiness` and the processor's own health service say NOT_SERVING (`liveness` does not)
+and stops taking streams; requests in flight keep theirs for up to `drain_s`, then the process ends. Envoy fails open,
+so a response that lasts longer still reaches its client.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from service.health import Prober
 from service.http import build_app
 from service.rates import Rates
 from service.settings import ServiceSettings, load_settings, parse_endpoints, split_address
-from service.store import Store
+from service.store import Store, without_password
 from service.table import Current
 from service.telemetry import Telemetry, configure_logging
 
@@ -77,7 +78,7 @@ async def serve(settings: ServiceSettings) -> None:
     store = Store(settings.redis_url, settings.pool) if settings.redis_url else None
     fleet, current = Fleet(parse_endpoints(settings.endpoint)), Current()
     # Numbers begin at the clock: a restarted process of the same name continues above its predecessor's.
-    rates = Rates(settings.rate_window_s, settings.rate_keep_s, first_batch=int(started * 1000))
+    rates = Rates(settings.rate_window_s, settings.rate_keep_s, settings.rate_keys_max, first_batch=int(started * 1000))
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter that nobody graphs
     telemetry = Telemetry(CollectorRegistry())
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -93,7 +94,7 @@ async def serve(settings: ServiceSettings) -> None:
         key_headers=settings.key_header,
         key_salt=salt,
         key_max_bytes=settings.key_max_bytes,
-        load_by_bytes=settings.load_by == "bytes",
+        prompt_max_bytes=settings.prompt_max_bytes,
         spill_factor=settings.spill_factor,
         on_connect_failure=prober.connect_failed,
     )
@@ -105,7 +106,8 @@ async def serve(settings: ServiceSettings) -> None:
     server.add_generic_rpc_handlers((processor.rpc(),))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     bind(server, settings.listen)
-    runner = web.AppRunner(build_app(fleet, current, telemetry, key_salt=salt, draining=stop.is_set), access_log=None)
+    app = build_app(fleet, current, telemetry, settings, draining=stop.is_set)
+    runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     host, port = split_address(settings.http)
     try:
@@ -143,8 +145,7 @@ async def serve(settings: ServiceSettings) -> None:
 def _in_force(settings: ServiceSettings) -> dict[str, object]:
     values = settings.model_dump()
     values["key_salt"] = "set" if settings.key_salt else "none"
-    scheme, sep, rest = settings.redis_url.partition("://")
-    values["redis_url"] = f"{scheme}{sep}{rest.rpartition('@')[2]}"
+    values["redis_url"] = without_password(settings.redis_url)
     return values
 
 

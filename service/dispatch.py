@@ -1,7 +1,7 @@
 """Picks the endpoints for one request; pure, so that the offline replay runs this very code.
 
 1. A key with usable targets gets them all, least-loaded first (reason `planned`).
-2. Unless even that one would then hold more than `spill_factor` times its share of the fleet's load and `SPILL_SLACK`
+2. Unless even that one would then hold more than `spill_factor` times its share of the usable load and `SPILL_SLACK`
    beyond, and one of `SPILL_CHOICES` random endpoints holds less: that one is put first (reason `spill`).
 3. A key whose targets are all unusable is picked like a cold one (reason `fallback`).
 4. A key without targets, and a request without a key, gets the less loaded of two random endpoints (reason `cold`).
@@ -16,6 +16,7 @@ hits back as queueing, because rates do not see how long prompts are. docs/perfo
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -31,6 +32,9 @@ SPILL_FACTOR = 1.25
 SPILL_CHOICES = 4
 # What one engine step computes of prompts (8,192 tokens of 4 bytes): a target that holds less has no queue to flee.
 SPILL_SLACK = 32768
+
+
+_load = attrgetter("load")
 
 
 class Pick(NamedTuple):
@@ -67,16 +71,12 @@ def pick(
         start = int(rng.random() * len(targets))
         targets = targets[start:] + targets[:start]
         targets.sort(key=_load)
-    best = _load(targets[0])
-    if best + work > spill_factor * (fleet.load / len(usable) + work) + SPILL_SLACK:
+    best = targets[0].load
+    if best + work > spill_factor * (fleet.usable_load / len(usable) + work) + SPILL_SLACK:
         relief = min((usable[int(rng.random() * len(usable))] for _ in range(SPILL_CHOICES)), key=_load)
-        if _load(relief) < best:
+        if relief.load < best:
             return Pick((relief, *(e for e in targets if e is not relief)), "spill")
     return Pick(_with_spare(targets, usable, rng), "planned")
-
-
-def _load(endpoint: Endpoint) -> int:
-    return endpoint.work + endpoint.work_elsewhere
 
 
 def _two_choices(endpoints: Sequence[Endpoint], rng: Random) -> Endpoint:
@@ -88,7 +88,7 @@ def _two_choices(endpoints: Sequence[Endpoint], rng: Random) -> Endpoint:
     first = int(rng.random() * n)
     second = (first + 1 + int(rng.random() * (n - 1))) % n
     a, b = endpoints[first], endpoints[second]
-    return a if _load(a) <= _load(b) else b
+    return a if a.load <= b.load else b
 
 
 def _with_spare(chosen: list[Endpoint], usable: Sequence[Endpoint], rng: Random) -> tuple[Endpoint, ...]:

@@ -39,8 +39,6 @@ from service.telemetry import (
 )
 
 CONTENT_LENGTH = "content-length"
-# About a million tokens. A request that claims more counts as this: a header must not empty an endpoint of all others.
-MAX_PROMPT_BYTES = 4 * 1024 * 1024
 
 # Replies differ in their list only; an ordered pair of 64 endpoints has 4,032 of them.
 LISTS_KEPT = 8192
@@ -75,15 +73,17 @@ class ExternalProcessor:
         key_headers: tuple[str, ...],
         key_salt: bytes,
         key_max_bytes: int,
-        load_by_bytes: bool = True,
+        prompt_max_bytes: int,
         spill_factor: float = SPILL_FACTOR,
         on_connect_failure: Callable[[Endpoint], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """key_headers: lower-case names, the first present wins.  on_connect_failure: told which endpoint was dead."""
+        """key_headers: lower-case names, the first present wins.  prompt_max_bytes: the most that a prompt weighs, 0:
+        load is the number of requests.  on_connect_failure: told which endpoint was dead.
+        """
         self._fleet, self._current, self._rates, self._telemetry, self._rng = fleet, current, rates, telemetry, rng
         self._key_headers, self._key_salt, self._key_max_bytes = key_headers, key_salt, key_max_bytes
-        self._load_by_bytes, self._spill_factor = load_by_bytes, spill_factor
+        self._prompt_max_bytes, self._spill_factor = prompt_max_bytes, spill_factor
         self._on_connect_failure = on_connect_failure
         self._clock = clock
         self._picked = {r: telemetry.picks.labels(r) for r in REASONS}
@@ -164,10 +164,10 @@ class ExternalProcessor:
             if name in names:
                 # Envoy sends raw_value; other gateways send value.
                 found.setdefault(name, header.raw_value or header.value.encode())
-            elif name == CONTENT_LENGTH and self._load_by_bytes:
+            elif name == CONTENT_LENGTH:
                 length = header.raw_value or header.value.encode()
                 if length.isdigit():
-                    work = request_work(min(int(length[:10]), MAX_PROMPT_BYTES))
+                    work = request_work(min(int(length[:10]), self._prompt_max_bytes))
         for name in names:
             key = found.get(name)
             if key:

@@ -5,14 +5,16 @@ Following the plan:
 2. A head that is newer (higher epoch, or same epoch and higher version) is fetched, verified and built in a thread.
 3. The new table is swapped in by one reference; the old one is freed in the thread, since freeing it takes as long.
 4. On any failure the last table stays, the failure is counted by cause, and the ack says it.
+5. A head of the version in service that has another digest is such a failure: two plans were published as one.
 
-Each task goes on after a failure of the store; none of them ends before the process does.
+Each task goes on after a failure of the store, and after a fault of ours, which is logged with its trace: routing must
+not end because the table cannot be renewed. None of the tasks ends before the process does.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -50,6 +52,7 @@ class Feed:
         self._refused: Head | None = None
         self._error = ""
         self._down: set[str] = set()
+        self._dropped = 0
 
     async def run(self) -> None:
         """Run until cancelled; then hand out what was counted last and leave the pool."""
@@ -68,24 +71,38 @@ class Feed:
 
     async def refresh(self) -> None:
         """Serve the published plan if it is newer; raise StoreUnavailable, count and keep everything else."""
-        head = await self._store.read_head()
+        head, table = await self._store.read_head(), self._current.table
+        published, serving = (head.epoch, head.version), (table.epoch, table.version)
+        if published > serving:
+            await self._take(head)
+        elif published < serving and head.version:
+            self._error = f"the head went back to version {head.version} of epoch {head.epoch}"
+        elif published == serving and head.version and head.sha256 != table.sha256:
+            self._refuse(head, InvalidPlan("diverged", f"another plan was published as version {head.version} too"))
+        else:
+            self._error = ""
         table = self._current.table
-        if (head.epoch, head.version) > (table.epoch, table.version) and head != self._refused:
-            try:
-                await self._apply(head)
-                self._refused, self._error = None, ""
-            except InvalidPlan as exc:
-                # The same bad plan is not fetched again at every poll; a newer head is.
-                self._refused = None if exc.cause == "missing" else head
-                self._error = str(exc)
-                self._telemetry.plan_failures.labels(exc.cause).inc()
-                log.error("plan refused, serving the last one", version=head.version, cause=exc.cause, error=str(exc))
-        elif (head.epoch, head.version) < (table.epoch, table.version) and head.version:
-            self._error = f"head went back to version {head.version} of epoch {head.epoch}"
-        served = self._current.table
         await self._store.write_ack(
-            self._settings.instance, version=served.version, epoch=served.epoch, error=self._error
+            self._settings.instance, version=table.version, epoch=table.epoch, error=self._error
         )
+
+    async def _take(self, head: Head) -> None:
+        if head == self._refused:
+            return  # The same bad plan is not fetched again at every poll; a newer head is.
+        try:
+            await self._apply(head)
+            self._refused, self._error = None, ""
+        except InvalidPlan as exc:
+            self._refuse(head, exc)
+
+    def _refuse(self, head: Head, exc: InvalidPlan) -> None:
+        self._error = str(exc)
+        if head == self._refused:
+            return
+        # A plan that is not there yet may come; one that is wrong stays wrong.
+        self._refused = None if exc.cause == "missing" else head
+        self._telemetry.plan_failures.labels(exc.cause).inc()
+        log.error("plan refused, serving the last one", version=head.version, cause=exc.cause, error=str(exc))
 
     async def _apply(self, head: Head) -> None:
         data = await self._store.read_plan_bytes(head.version)
@@ -106,50 +123,50 @@ class Feed:
 
     def _build(self, data: bytes, head: Head) -> tuple[Plan, Table]:
         plan = verify(data, head, key_check=self._key_check)
-        return plan, build_table(plan)
+        return plan, build_table(plan, head.sha256)
 
     async def _listen(self) -> None:
         while not _ending():
-            try:
-                async for _ in self._store.events():
-                    self._hint.set()
-            except StoreUnavailable as exc:
-                self._failed("events", exc)
+            async with self._surviving("events"):
+                async for heard in self._store.events():
+                    if _ending():
+                        return
+                    if heard:
+                        self._hint.set()
             await asyncio.sleep(1.0)
 
     async def _follow(self) -> None:
         while not _ending():
             self._hint.clear()
-            try:
-                await self.refresh()
-                self._worked("plan")
-            except StoreUnavailable as exc:
-                self._failed("plan", exc)
-            except InvalidPlan as exc:
-                self._telemetry.plan_failures.labels(exc.cause).inc()
-                self._error = str(exc)
-                log.error("published head cannot be read, serving the last plan", error=str(exc))
+            async with self._surviving("plan"):
+                try:
+                    await self.refresh()
+                except InvalidPlan as exc:
+                    self._refuse(Head(), exc)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.plan_poll_s):
                     await self._hint.wait()
 
     async def _flush(self) -> None:
-        now, dropped = time.time(), self._rates.dropped
-        while (batch := self._rates.next_batch(now)) is not None:
-            await self._store.add_rates(
-                batch.window_start_s,
-                batch.counts,
-                instance=self._settings.instance,
-                batch=batch.number,
-                ttl_s=self._settings.rate_keep_s,
-            )
-            self._rates.done()
-        self._telemetry.rates_dropped.inc(self._rates.dropped - dropped)
+        try:
+            while (batch := self._rates.next_batch(time.time())) is not None:
+                await self._store.add_rates(
+                    batch.window_start_s,
+                    batch.counts,
+                    instance=self._settings.instance,
+                    batch=batch.number,
+                    ttl_s=self._settings.rate_keep_s,
+                )
+                self._rates.done()
+        finally:
+            self._telemetry.rates_dropped.inc(self._rates.dropped - self._dropped)
+            self._dropped = self._rates.dropped
 
     async def _exchange(self) -> None:
         mine = {e.address: (e.inflight, e.work) for e in self._fleet.endpoints if e.inflight}
         try:
-            self._fleet.set_elsewhere(await self._store.exchange_load(self._settings.instance, mine))
+            ttl_ms = max(1000, int(4000 * self._settings.load_exchange_s))
+            self._fleet.set_elsewhere(await self._store.exchange_load(self._settings.instance, mine, ttl_ms=ttl_ms))
         except StoreUnavailable:
             # Old figures of others mislead more than none do.
             self._fleet.set_elsewhere({})
@@ -158,22 +175,28 @@ class Feed:
     async def _every(self, period_s: float, call: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while not _ending():
             await asyncio.sleep(period_s)
-            try:
+            async with self._surviving(call):
                 await work()
-                self._worked(call)
-            except StoreUnavailable as exc:
-                self._failed(call, exc)
 
-    def _failed(self, call: str, exc: StoreUnavailable) -> None:
-        self._telemetry.store_failures.labels(call).inc()
-        if call not in self._down:
-            self._down.add(call)
-            log.warning("store unavailable, routing goes on", call=call, error=str(exc))
-
-    def _worked(self, call: str) -> None:
-        if call in self._down:
-            self._down.discard(call)
-            log.info("store is back", call=call)
+    @contextlib.asynccontextmanager
+    async def _surviving(self, call: str) -> AsyncIterator[None]:
+        """Count and log what goes wrong in one round of a task, once until it works again, and go on."""
+        try:
+            yield
+        except StoreUnavailable as exc:
+            self._telemetry.store_failures.labels(call).inc()
+            if call not in self._down:
+                self._down.add(call)
+                log.warning("store unavailable, routing goes on", call=call, error=str(exc))
+        except Exception:
+            self._telemetry.store_failures.labels(call).inc()
+            if call not in self._down:
+                self._down.add(call)
+                log.exception("a fault of ours, routing goes on", call=call)
+        else:
+            if call in self._down:
+                self._down.discard(call)
+                log.info("store is back", call=call)
 
 
 def _ending() -> bool:

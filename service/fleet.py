@@ -7,8 +7,8 @@ Rules of readiness:
 4. A draining endpoint gets no new requests, whatever its probes say.
 
 Load of an endpoint = work that this process sent and has not seen end + the same of the other service processes. The
-work of a request is its prompt's bytes (`content-length`) plus a constant for its answer, since prompts differ by a
-factor of a thousand and a count of requests cannot see a giant one in front of the queue; see `request_work`.
+work of a request is its prompt's bytes (`content-length`) plus a constant for its answer, since prompts differ by
+more than a hundred times and a count of requests cannot see a giant one in front of the queue; see `request_work`.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def request_work(prompt_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """One vLLM server. `usable` (ready and not draining) is derived, kept because each pick reads it."""
+    """One vLLM server. `usable` (ready and not draining) and `load` (all work) are derived, kept for picks to read."""
 
     name: str
     address: str
@@ -38,15 +38,11 @@ class Endpoint:
     work_elsewhere: int = 0
     failures: int = 0
     usable: bool = True
-
-    @property
-    def load(self) -> int:
-        """Work in flight, here and elsewhere."""
-        return self.work + self.work_elsewhere
+    load: int = 0
 
 
 class Fleet:
-    """All endpoints by name and address, the usable ones in one list for picks, and the load of all."""
+    """All endpoints by name and address; the usable ones in one list for picks, and the load of those together."""
 
     def __init__(self, endpoints: tuple[tuple[str, str], ...]) -> None:
         """endpoints: (stable name, ip:port), both distinct."""
@@ -54,19 +50,17 @@ class Fleet:
         self.by_name = {e.name: e for e in self.endpoints}
         self.by_address = {e.address: e for e in self.endpoints}
         self.usable = list(self.endpoints)
-        self.load = 0
+        self.usable_load = 0
 
     def charge(self, endpoint: Endpoint, work: int) -> None:
         """Count one more request in flight."""
         endpoint.inflight += 1
-        endpoint.work += work
-        self.load += work
+        self._add(endpoint, work)
 
     def release(self, endpoint: Endpoint, work: int) -> None:
         """Count a request in flight no more; called once for each `charge`, with its work."""
         endpoint.inflight -= 1
-        endpoint.work -= work
-        self.load -= work
+        self._add(endpoint, -work)
 
     def probe_succeeded(self, endpoint: Endpoint) -> bool:
         """Note a good probe; return whether that made the endpoint ready."""
@@ -90,9 +84,14 @@ class Fleet:
     def set_elsewhere(self, inflight: Mapping[str, tuple[int, int]]) -> None:
         """Replace what the other processes have in flight; inflight: address -> (requests, work)."""
         for endpoint in self.endpoints:
-            requests, work = inflight.get(endpoint.address, (0, 0))
-            self.load += work - endpoint.work_elsewhere
-            endpoint.inflight_elsewhere, endpoint.work_elsewhere = requests, work
+            endpoint.inflight_elsewhere, endpoint.work_elsewhere = inflight.get(endpoint.address, (0, 0))
+        self._refresh()
+
+    def _add(self, endpoint: Endpoint, work: int) -> None:
+        endpoint.work += work
+        endpoint.load += work
+        if endpoint.usable:
+            self.usable_load += work
 
     def _set_ready(self, endpoint: Endpoint, ready: bool) -> bool:
         if endpoint.ready == ready:
@@ -104,4 +103,6 @@ class Fleet:
     def _refresh(self) -> None:
         for endpoint in self.endpoints:
             endpoint.usable = endpoint.ready and not endpoint.draining
+            endpoint.load = endpoint.work + endpoint.work_elsewhere
         self.usable = [e for e in self.endpoints if e.usable]
+        self.usable_load = sum(e.load for e in self.usable)

@@ -14,6 +14,7 @@ from service.dispatch import pick
 from service.errors import NoReadyEndpoint
 from service.fleet import Endpoint, Fleet
 from service.keys import format_hash, hash_key
+from service.settings import ServiceSettings
 from service.table import Current
 from service.telemetry import Telemetry
 
@@ -22,8 +23,8 @@ def build_app(
     fleet: Fleet,
     current: Current,
     telemetry: Telemetry,
+    settings: ServiceSettings,
     *,
-    key_salt: bytes,
     draining: Callable[[], bool],
     clock: Callable[[], float] = time.time,
 ) -> web.Application:
@@ -69,16 +70,21 @@ def build_app(
         key = request.query.get("key")
         if not key:
             return _json({"error": "name the key: /explain?key=K"}, 400)
-        key_hash, table = hash_key(key.encode(), key_salt), current.table
-        targets = table.targets.get(key_hash, ())
+        raw = key.encode()
+        usable_key = len(raw) <= settings.key_max_bytes
+        key_hash, table = hash_key(raw, settings.key_salt.encode()), current.table
+        targets = table.targets.get(key_hash, ()) if usable_key else ()
         reason, candidates = "refused", tuple[Endpoint, ...]()
         with contextlib.suppress(NoReadyEndpoint):
-            candidates, reason = pick(table, fleet, key_hash, Random())
+            asked = key_hash if usable_key else None
+            candidates, reason = pick(table, fleet, asked, Random(), spill_factor=settings.spill_factor)
         return _json(
             {
                 "key_hash": format_hash(key_hash),
                 "reason": reason,
-                "rule": _rule(reason, table.version, len(targets)),
+                "rule": _rule(reason, table.version, len(targets))
+                if usable_key
+                else f"the key is longer than {settings.key_max_bytes} bytes and not used: less loaded of two",
                 "targets": list(targets),
                 "candidates": [
                     {"name": e.name, "address": e.address, "ready": e.ready, "inflight": e.inflight} for e in candidates

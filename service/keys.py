@@ -1,8 +1,10 @@
 """Turns a routing key into the 64-bit number that every other part works with.
 
-A key (a tenant id, say) leaves the process only as this hash: in Redis, in plans, in metrics and in spans. With a salt,
-whoever reads those cannot try out names against them. The hash is xxh3-64 with a fixed seed, so that every process and
-every version agrees; `hash_key(KEY_CHECK, salt)` stands in each plan, so that a reader with another salt is noticed.
+A key (a tenant id, say) leaves the process only as this hash: in Redis, in plans, in metrics and in spans. Whoever
+reads those can try out names against them, unless there is a salt that he cannot guess: 16 random bytes or more. The
+hash is quick, not cryptographic; it keeps names out of sight and is no substitute for access control. It is xxh3-64
+with a fixed seed, so that every process and every version agrees; `hash_key(KEY_CHECK, salt)` stands in each plan, so
+that a reader with another salt is noticed.
 """
 
 import xxhash

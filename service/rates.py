@@ -4,7 +4,9 @@
 2. `next_batch` closes the open batch under a number that rises; nothing is lost between two calls.
 3. A batch stays at the head until `done`; sent twice under its number, the store counts it once.
 4. While the store is away, closed batches of one window are merged into one that was never sent, and what is older
-   than `keep_s` is dropped and counted as dropped: memory stays bounded by the keys of the last windows.
+   than `keep_s` is dropped.
+5. All batches together hold at most `keys_max` counts: beyond, the oldest that was not sent is dropped, and new keys of
+   a window that alone holds so many. What is dropped is counted as dropped.
 """
 
 from collections import deque
@@ -21,11 +23,11 @@ class Batch:
 
 
 class Rates:
-    """One process's counts. window_s: length of a window; keep_s: for how long unsent counts are kept."""
+    """One process's counts. window_s: length of a window; keep_s, keys_max: how long and how many counts stay."""
 
-    def __init__(self, window_s: int, keep_s: int, *, first_batch: int = 0) -> None:
+    def __init__(self, window_s: int, keep_s: int, keys_max: int = 1_000_000, *, first_batch: int = 0) -> None:
         """first_batch: where numbers begin; a restarted process of the same name must begin above its last."""
-        self._window_s, self._keep_s = window_s, keep_s
+        self._window_s, self._keep_s, self._keys_max = window_s, keep_s, keys_max
         self._window_start_s = 0
         self._open: dict[int, int] = {}
         self._closed: deque[Batch] = deque()
@@ -39,7 +41,12 @@ class Rates:
         if start != self._window_start_s:
             self._close()
             self._window_start_s = start
-        self._open[key_hash] = self._open.get(key_hash, 0) + 1
+        if key_hash in self._open:
+            self._open[key_hash] += 1
+        elif len(self._open) < self._keys_max:
+            self._open[key_hash] = 1
+        else:
+            self.dropped += 1
 
     def next_batch(self, now_s: float) -> Batch | None:
         """Return the oldest batch not yet done, None when nothing was counted; the same until `done` is called."""
@@ -67,6 +74,10 @@ class Rates:
             merged = self._closed[-1].counts
             for key_hash, n in counts.items():
                 merged[key_hash] = merged.get(key_hash, 0) + n
-            return
-        self._number += 1
-        self._closed.append(Batch(self._window_start_s, self._number, counts))
+        else:
+            self._number += 1
+            self._closed.append(Batch(self._window_start_s, self._number, counts))
+        oldest = 1 if self._sent else 0
+        while len(self._closed) > oldest + 1 and sum(len(b.counts) for b in self._closed) > self._keys_max:
+            self.dropped += sum(self._closed[oldest].counts.values())
+            del self._closed[oldest]

@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Mapping
 from ipaddress import ip_address
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -20,6 +20,8 @@ from service.errors import InvalidInput
 PREFIX = "CACHEROUTE_"
 # The planner's and the engine patch's own variables, and where the tests find whole traces.
 OTHER_ROOMS = ("CACHEROUTE_PLANNER_", "CACHEROUTE_ENGINE_", "CACHEROUTE_TRACES")
+
+SALT_MIN_BYTES = 16
 
 CommaList = Annotated[tuple[str, ...], NoDecode]
 
@@ -34,22 +36,24 @@ class ServiceSettings(BaseSettings):
     endpoint: CommaList = ()
     key_header: CommaList = ("x-tenant-id",)
     key_salt: str = ""
+    rate_keys_max: int = Field(default=1_000_000, ge=1)
     key_max_bytes: int = Field(default=256, ge=1, le=65536)
-    load_by: Literal["bytes", "requests"] = "bytes"
+    # The longest prompt of many models, 131,072 tokens. A client may announce any length, and pictures are no prompt.
+    prompt_max_bytes: int = Field(default=512 * 1024, ge=0)
     spill_factor: float = Field(default=SPILL_FACTOR, ge=1)
     redis_url: str = ""
     pool: str = Field(default="default", min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
     instance: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}", pattern=r"^[A-Za-z0-9._-]+$")
     rate_window_s: int = Field(default=30, ge=1, le=86400)
     rate_keep_s: int = Field(default=7200, ge=1)
-    rate_flush_s: float = Field(default=1.0, gt=0)
-    plan_poll_s: float = Field(default=2.0, gt=0)
-    load_exchange_s: float = Field(default=0.25, gt=0)
+    rate_flush_s: float = Field(default=1.0, gt=0, le=60)
+    plan_poll_s: float = Field(default=2.0, gt=0, le=3600)
+    load_exchange_s: float = Field(default=0.25, gt=0, le=60)
     probe_path: str = "/health"
-    probe_interval_s: float = Field(default=1.0, gt=0)
-    probe_timeout_s: float = Field(default=1.0, gt=0)
+    probe_interval_s: float = Field(default=1.0, gt=0, le=3600)
+    probe_timeout_s: float = Field(default=1.0, gt=0, le=60)
     probe_failures: int = Field(default=2, ge=1)
-    drain_s: float = Field(default=10.0, ge=0)
+    drain_s: float = Field(default=10.0, ge=0, le=3600)
     log_level: str = Field(default="info", pattern=r"^(debug|info|warning|error)$")
 
     @field_validator("endpoint", "key_header", mode="before")
@@ -65,6 +69,11 @@ class ServiceSettings(BaseSettings):
         if not value:
             raise ValueError("name at least one header")
         return tuple(name.lower() for name in value)
+
+    @field_validator("key_salt")
+    @classmethod
+    def _salt(cls, value: str) -> str:
+        return check_salt(value)
 
     @field_validator("listen", "http")
     @classmethod
@@ -87,9 +96,12 @@ def load_settings(environ: Mapping[str, str], **given: object) -> ServiceSetting
     refuse_unknown(environ, PREFIX, {name.upper() for name in ServiceSettings.model_fields}, OTHER_ROOMS)
     chosen = {name: value for name, value in given.items() if value is not None}
     try:
-        return ServiceSettings(**chosen)  # type: ignore[arg-type]
+        settings = ServiceSettings(**chosen)  # type: ignore[arg-type]
     except ValidationError as exc:
         raise InvalidInput(describe(exc, PREFIX), "correct the option or variable") from exc
+    if not settings.endpoint:
+        raise InvalidInput("no endpoint is named", "give --endpoint NAME=IP:PORT or set CACHEROUTE_ENDPOINT")
+    return settings
 
 
 def refuse_unknown(environ: Mapping[str, str], prefix: str, known: set[str], elsewhere: tuple[str, ...] = ()) -> None:
@@ -114,10 +126,17 @@ def describe(exc: ValidationError, prefix: str) -> str:
     for error in exc.errors():
         field = str(error["loc"][0]) if error["loc"] else "settings"
         option = "--" + field.replace("_", "-")
-        faults.append(
-            f"{option} ({prefix}{field.upper()}) = {error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
-        )
+        shown = "…" if field == "key_salt" else repr(error["input"])
+        why = error["msg"].removeprefix("Value error, ")
+        faults.append(f"{option} ({prefix}{field.upper()}) = {shown}: {why}")
     return "; ".join(faults)
+
+
+def check_salt(value: str) -> str:
+    """Return a salt that may be used, or no salt; raise ValueError for one that can be guessed."""
+    if value and len(value.encode()) < SALT_MIN_BYTES:
+        raise ValueError(f"a salt of less than {SALT_MIN_BYTES} bytes can be guessed; take random ones")
+    return value
 
 
 def split_address(value: str) -> tuple[str, int]:

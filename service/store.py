@@ -18,10 +18,10 @@ Counting is one script too, with a batch number an instance: what is sent again 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,21 +89,22 @@ class Ack:
     at: float
 
 
-@contextmanager
+@contextlib.contextmanager
 def _unavailable(url: str) -> Iterator[None]:
     """Turn the client's many exceptions, and those of reading what we never wrote, into the one callers act upon."""
     try:
         yield
     except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError, KeyError) as exc:
         raise StoreUnavailable(
-            f"Redis at {_without_password(url)} cannot be used ({type(exc).__name__}: {exc}); "
+            f"Redis at {without_password(url)} cannot be used ({type(exc).__name__}: {exc}); "
             "check that it runs and that CACHEROUTE_REDIS_URL / --redis names it"
         ) from exc
 
 
-def _without_password(url: str) -> str:
-    scheme, sep, rest = url.partition("://")
-    return f"{scheme}{sep}{rest.rpartition('@')[2]}" if sep else url
+def without_password(url: str) -> str:
+    """Return a Redis URL as logs and errors may show it: neither user information nor query."""
+    scheme, sep, rest = url.partition("?")[0].partition("://")
+    return f"{scheme}{sep}{rest.rpartition('@')[2]}" if sep else "(not a URL)"
 
 
 class Store:
@@ -125,7 +126,7 @@ class Store:
             )
         except ValueError as exc:
             raise InvalidInput(
-                f"Redis URL {_without_password(url)!r} is not one ({exc})", "use redis://[:password@]host:port/db"
+                f"Redis URL {without_password(url)!r} is not one ({exc})", "use redis://[:password@]host:port/db"
             ) from exc
         self._publish = self._redis.register_script(_PUBLISH)
         self._add_rates = self._redis.register_script(_ADD_RATES)
@@ -143,8 +144,8 @@ class Store:
         """Return which plan is published."""
         with _unavailable(self.url):
             raw: dict[bytes, bytes] = await self._redis.hgetall(self._key("head"))
-        text = {k.decode(): v.decode() for k, v in raw.items()}
         try:
+            text = {k.decode(): v.decode() for k, v in raw.items()}
             return Head(
                 version=int(text.get("version", 0)),
                 epoch=int(text.get("epoch", 0)),
@@ -169,16 +170,20 @@ class Store:
     async def publish(self, plan: Plan, *, expected: Head, actor: str, reason: str) -> Plan:
         """Publish `plan` as the successor of `expected`; return it as published.
 
-        The first plan of an empty store opens an epoch named by the clock, so that readers which still serve a plan of
-        the store that was lost take the new one, although its version is lower.
+        When the head is older than what an instance serves (an empty store, a failover to an old replica), the plan
+        opens an epoch named by the clock: it outranks what was lost, and readers that serve it follow.
 
         Raise PlanConflict, with nothing changed, when another plan was published since `expected` was read.
         """
-        version, now = expected.version + 1, time.time()
-        published = plan.published(
-            version=version, epoch=expected.epoch or int(now), created_at=now, actor=actor, reason=reason
-        )
+        now = time.time()
+        served = max(((a.epoch, a.version) for a in await self.read_acks()), default=(0, 0))
+        epoch = expected.epoch or int(now)
+        if served > (expected.epoch, expected.version):
+            epoch = max(int(now), served[0] + 1)
+        version = expected.version + 1
+        published = plan.published(version=version, epoch=epoch, created_at=now, actor=actor, reason=reason)
         data = encode(published)
+        sha256 = hashlib.sha256(data).hexdigest()
         with _unavailable(self.url):
             done, current = await self._publish(
                 keys=[
@@ -192,7 +197,7 @@ class Store:
                     version,
                     published.epoch,
                     data,
-                    hashlib.sha256(data).hexdigest(),
+                    sha256,
                     repr(published.created_at),
                     actor,
                     reason,
@@ -202,25 +207,22 @@ class Store:
                     self._key("events"),
                 ],
             )
-        if not done:
+        if not done and (await self.read_head()).sha256 != sha256:
+            # Otherwise it was this very publication, whose first answer was lost and which the client sent again.
             raise PlanConflict(expected.version, current)
         return published
 
-    async def read_log(self, count: int = 50) -> list[dict[str, str]]:
-        """Return the newest publications, newest first; each with `id` and the fields of its entry."""
-        with _unavailable(self.url):
-            entries = await self._redis.xrevrange(self._key("log"), count=count)
-        return [{"id": i.decode(), **{k.decode(): v.decode() for k, v in fields.items()}} for i, fields in entries]
+    async def events(self) -> AsyncGenerator[bool, None]:
+        """Yield True for each publication heard of, False after each second without one.
 
-    async def events(self) -> AsyncGenerator[None, None]:
-        """Yield once for each publication heard of; a hint only, since a subscription can lose messages."""
+        True is a hint only, since a subscription can lose messages; the first one stands for all before it.
+        """
         with _unavailable(self.url):
             async with self._redis.pubsub() as pubsub:
                 await pubsub.subscribe(self._key("events"))
-                yield  # whatever was published before the subscription stood
+                yield True
                 while True:
-                    if await pubsub.get_message(ignore_subscribe_messages=True, timeout=5.0) is not None:
-                        yield
+                    yield await pubsub.get_message(ignore_subscribe_messages=True, timeout=1.0) is not None
 
     # -- rates ---------------------------------------------------------------------------------------------------------
 
@@ -276,18 +278,19 @@ class Store:
                 await pipe.execute()
 
     async def read_acks(self) -> list[Ack]:
-        """Return what each living instance serves, by instance name."""
+        """Return what each living instance serves, by instance name; rows that no instance wrote are left out."""
         with _unavailable(self.url):
             names = sorted(await self._redis.zrangebyscore(self._key("instances"), time.time() - 60, "+inf"))
             async with self._redis.pipeline(transaction=False) as pipe:
                 for name in names:
-                    pipe.hgetall(self._key("ack", name.decode()))
-                rows = await pipe.execute() if names else []
-            return [
-                Ack(n.decode(), int(r[b"version"]), int(r[b"epoch"]), r[b"error"].decode(), float(r[b"at"]))
-                for n, r in zip(names, rows, strict=True)
-                if r
-            ]
+                    pipe.hgetall(self._key("ack", name.decode(errors="replace")))
+                rows = await pipe.execute(raise_on_error=False) if names else []
+        acks = []
+        for name, row in zip(names, rows, strict=True):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                version, epoch, at = int(row[b"version"]), int(row[b"epoch"]), float(row[b"at"])
+                acks.append(Ack(name.decode(), version, epoch, row[b"error"].decode(), at))
+        return acks
 
     async def exchange_load(
         self, instance: str, inflight: Mapping[str, tuple[int, int]], *, ttl_ms: int = 1000

@@ -21,6 +21,7 @@ class Table:
     epoch: int = 0
     created_at: float = 0.0
     targets: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    sha256: str = ""
 
     def age_s(self, now: float) -> float:
         """Return the seconds since publication, 0 for the empty table and for clocks that differ."""
@@ -34,8 +35,8 @@ class Current:
     table: Table = field(default_factory=Table)
 
 
-def build_table(plan: Plan) -> Table:
-    """Return the table of a plan; about 60 ms for 128,824 keys, call it off the event loop.
+def build_table(plan: Plan, sha256: str = "") -> Table:
+    """Return the table of a plan whose bytes have this digest; about 60 ms for 128,824 keys: not for the event loop.
 
     Keys with equal targets share one tuple: with R endpoints and one copy a key there are R tuples, not one a key.
     """
@@ -52,4 +53,4 @@ def build_table(plan: Plan) -> Table:
                 chosen = tuple(indexes[first:last])
                 targets[keys[row]] = shared.setdefault(chosen, tuple(plan.endpoints[i] for i in chosen))
         time.sleep(0)
-    return Table(plan.version, plan.epoch, plan.created_at, targets)
+    return Table(plan.version, plan.epoch, plan.created_at, targets, sha256)

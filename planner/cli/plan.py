@@ -197,9 +197,13 @@ def _salt() -> bytes:
     import os
 
     from planner.settings import refuse_unknown_variables
+    from service.settings import check_salt
 
     refuse_unknown_variables(os.environ)
-    return os.environ.get("CACHEROUTE_KEY_SALT", "").encode()
+    try:
+        return check_salt(os.environ.get("CACHEROUTE_KEY_SALT", "")).encode()
+    except ValueError as exc:
+        raise InvalidInput(f"CACHEROUTE_KEY_SALT: {exc}", "use the services' salt") from exc
 
 
 def _login() -> str:

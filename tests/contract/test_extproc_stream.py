@@ -67,6 +67,7 @@ async def rig() -> AsyncIterator[Rig]:
         key_headers=("x-tenant-id", "x-user"),
         key_salt=b"",
         key_max_bytes=64,
+        prompt_max_bytes=512 * 1024,
         on_connect_failure=rig.on_dead,
         clock=lambda: 1012.5,
     )
@@ -203,7 +204,7 @@ async def test_a_list_of_dead_endpoints_marks_what_was_tried(rig: Rig) -> None:
         ("", ANSWER_WORK),
         ("-5", ANSWER_WORK),
         ("many", ANSWER_WORK),
-        ("9" * 40, ANSWER_WORK + 4 * 1024 * 1024),
+        ("9" * 40, ANSWER_WORK + 512 * 1024),
     ],
 )
 async def test_work_is_what_content_length_says_within_reason(rig: Rig, length: str, work: int) -> None:
@@ -211,10 +212,10 @@ async def test_work_is_what_content_length_says_within_reason(rig: Rig, length: 
     call = rig.stream()
     await call.write(request(x_tenant_id="solo", content_length=length))
     await call.read()
-    assert rig.fleet.by_name["a"].load == rig.fleet.load == work
+    assert rig.fleet.by_name["a"].load == rig.fleet.usable_load == work
     await call.done_writing()
     await rig.settled()
-    assert rig.fleet.load == 0
+    assert rig.fleet.usable_load == 0
 
 
 async def test_an_unknown_server_changes_nothing_but_a_counter(rig: Rig) -> None:

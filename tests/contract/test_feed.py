@@ -45,7 +45,13 @@ def plan_of(*keys: int, endpoints: tuple[str, ...] = ("a", "b"), salt: bytes = b
 class Rig:
     def __init__(self, url: str, pool: str) -> None:
         self.settings = load_settings(
-            {}, pool=pool, plan_poll_s=0.3, rate_flush_s=0.05, load_exchange_s=0.05, instance="x"
+            {},
+            endpoint=("a=10.0.0.1:80", "b=10.0.0.2:80"),
+            pool=pool,
+            plan_poll_s=0.3,
+            rate_flush_s=0.05,
+            load_exchange_s=0.05,
+            instance="x",
         )
         self.fleet = Fleet((("a", "10.0.0.1:80"), ("b", "10.0.0.2:80")))
         self.current, self.rates = Current(), Rates(30, 300)
@@ -152,6 +158,70 @@ async def test_a_head_that_goes_back_is_not_followed(rig: Rig) -> None:
 
     await rig.until(reported)
     assert rig.current.table.version == 2
+
+    # What comes next opens an epoch of its own, so that nobody is left behind; and the complaint ends.
+    await asyncio.sleep(0.5)  # the ack that says so
+    await rig.store.publish(plan_of(7, 8, 9), expected=await rig.store.read_head(), actor="", reason="")
+    await rig.until(lambda: len(rig.current.table.targets) == 3)
+
+    async def content() -> bool:
+        return [a.error for a in await rig.store.read_acks()] == [""]
+
+    await rig.until(content)
+
+
+async def test_two_plans_of_one_version_are_noticed(rig: Rig) -> None:
+    """When another plan stands under the version in service, the table stays, and ack and metric say so, once."""
+    await rig.store.publish(plan_of(1), expected=Head(epoch=1), actor="", reason="")
+    await rig.until(lambda: rig.current.table.version == 1)
+    await rig.put_raw(encode(plan_of(9).published(version=1, epoch=1, created_at=1, actor="", reason="")), 1)
+
+    async def reported() -> bool:
+        return any("another plan was published as version 1" in a.error for a in await rig.store.read_acks())
+
+    await rig.until(reported)
+    await asyncio.sleep(0.7)
+    assert set(rig.current.table.targets) == {1}
+    assert rig.value("cacheroute_plan_apply_failures_total", cause="diverged") == 1
+
+
+async def test_garbage_in_the_head_ends_nothing(rig: Rig) -> None:
+    """Bytes in the head that are no text, and types that are none of ours, leave all tasks running."""
+    await rig.store.publish(plan_of(1), expected=Head(epoch=1), actor="", reason="")
+    await rig.until(lambda: rig.current.table.version == 1)
+    client, prefix = rig.store._redis, f"{{cacheroute:{rig.settings.pool}}}:"
+    await client.hset(f"{prefix}head", "actor", b"\xf6")
+    await rig.until(lambda: rig.value("cacheroute_plan_apply_failures_total", cause="head") >= 1)
+    await client.delete(f"{prefix}head")
+    await client.set(f"{prefix}head", "not a hash")
+    await rig.until(lambda: rig.value("cacheroute_store_failures_total", call="plan") >= 1)
+    await client.delete(f"{prefix}head")
+    await rig.store.publish(plan_of(1, 2), expected=Head(), actor="", reason="")
+    await rig.until(lambda: len(rig.current.table.targets) == 2)
+
+
+async def test_a_fault_of_ours_ends_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that nobody thought of is counted, and the task that met it tries again."""
+
+    async def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.store, "read_head", broken)
+        await rig.until(lambda: rig.value("cacheroute_store_failures_total", call="plan") >= 2)
+    await rig.store.publish(plan_of(1), expected=Head(), actor="", reason="")
+    await rig.until(lambda: rig.current.table.version == 1)
+
+
+async def test_counts_that_never_arrive_are_told(own_valkey: Server, pool: str) -> None:
+    """What is dropped while Redis is away shows in the metric while it still is away."""
+    async with running(Rig(own_valkey.url, pool)) as rig:
+        own_valkey.kill()
+        for _ in range(47):
+            rig.rates.count(1, time.time() - 1000)
+        rig.rates.count(1, time.time())
+        await rig.until(lambda: rig.value("cacheroute_rates_dropped_total") == 47)
+        await rig.until(lambda: rig.value("cacheroute_store_failures_total", call="rates") >= 1)
 
 
 async def test_redis_may_come_late_and_go_away(own_valkey: Server, pool: str) -> None:

@@ -36,6 +36,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "planner.cli", "serve", *arguments]
 
 
+ENDPOINT = "--endpoint=a=127.0.0.1:1"
+
+
 class Server(Protocol):
     url: str
 
@@ -172,7 +175,13 @@ def test_sigterm_right_after_the_start(valkey: Server, pool: str, redis: str) ->
     url = valkey.url if redis == "alive" else "redis://127.0.0.1:1/0"
     for _ in range(4):
         process = subprocess.Popen(
-            command("--listen=127.0.0.1:0", "--http=127.0.0.1:0", f"--redis={url}", f"--pool={pool}"),
+            command(
+                "--listen=127.0.0.1:0",
+                "--http=127.0.0.1:0",
+                "--endpoint=a=127.0.0.1:1",
+                f"--redis={url}",
+                f"--pool={pool}",
+            ),
             env=environment(),
             stderr=subprocess.PIPE,
             text=True,
@@ -192,12 +201,13 @@ def test_sigterm_right_after_the_start(valkey: Server, pool: str, redis: str) ->
 @pytest.mark.parametrize(
     ("arguments", "variables", "told"),
     [
-        (["--listen=127.0.0.1:{taken}"], {}, "--listen 127.0.0.1:{taken}: Address already in use"),
-        (["--listen=127.0.0.1:0", "--http=127.0.0.1:{taken}"], {}, "--http 127.0.0.1:{taken}"),
+        ([ENDPOINT, "--listen=127.0.0.1:{taken}"], {}, "--listen 127.0.0.1:{taken}: Address already in use"),
+        ([ENDPOINT, "--listen=127.0.0.1:0", "--http=127.0.0.1:{taken}"], {}, "--http 127.0.0.1:{taken}"),
         (["--listen=nowhere"], {}, "--listen (CACHEROUTE_LISTEN) = 'nowhere'"),
         (["--endpoint=a=host:80"], {}, "not an IP address"),
         (["--endpoint=a=10.0.0.1:80", "--endpoint=a=10.0.0.2:80"], {}, "name a stands twice"),
-        (["--redis=127.0.0.1:6379", "--listen=127.0.0.1:0", "--http=127.0.0.1:0"], {}, "redis://"),
+        ([ENDPOINT, "--redis=127.0.0.1:6379", "--listen=127.0.0.1:0", "--http=127.0.0.1:0"], {}, "redis://"),
+        ([], {}, "no endpoint is named; give --endpoint"),
         ([], {"CACHEROUTE_LISTN": "x"}, "CACHEROUTE_LISTN"),
         ([], {"CACHEROUTE_PROBE_INTERVAL_S": "soon"}, "CACHEROUTE_PROBE_INTERVAL_S"),
         (["--lisen=x"], {}, "No such option: --lisen"),

@@ -12,7 +12,7 @@ import pytest
 from service.errors import InvalidInput, InvalidPlan, PlanConflict, StoreUnavailable
 from service.keys import KEY_CHECK, hash_key
 from service.plan import Plan
-from service.store import Head, Store, verify
+from service.store import Head, Store, verify, without_password
 
 
 class Server(Protocol):
@@ -54,13 +54,11 @@ async def test_publish_then_read_back(store: Store, pool: str) -> None:
     assert 0 < await store._redis.ttl(f"{prefix}plan:1") <= 600, "a superseded plan stays for readers in the middle"
     assert await store._redis.ttl(f"{prefix}plan:2") == -1, "the published plan never expires"
     assert (second.version, second.epoch) == (2, first.epoch)
-    assert [(e["version"], e["reason"], e["keys"]) for e in await store.read_log()] == [
-        ("2", "second", "1"),
-        ("1", "first", "2"),
-    ]
+    log = [entry for _, entry in await store._redis.xrange(f"{prefix}log")]
+    assert [(e[b"version"], e[b"reason"], e[b"keys"]) for e in log] == [(b"1", b"first", b"2"), (b"2", b"second", b"1")]
 
 
-async def test_the_slower_of_two_publishers_changes_nothing(store: Store) -> None:
+async def test_the_slower_of_two_publishers_changes_nothing(store: Store, pool: str) -> None:
     """Publication compares the published version with the expected one; the loser learns which one it is."""
     head = Head()
     await store.publish(plan_of(1), expected=head, actor="fast", reason="")
@@ -68,7 +66,7 @@ async def test_the_slower_of_two_publishers_changes_nothing(store: Store) -> Non
         await store.publish(plan_of(2), expected=head, actor="slow", reason="")
     assert (caught.value.expected_version, caught.value.published_version) == (0, 1)
     assert (await store.read_head()).actor == "fast"
-    assert len(await store.read_log()) == 1
+    assert await store._redis.xlen(f"{{cacheroute:{pool}}}:log") == 1
 
 
 async def test_racing_publishers_leave_one_winner_each_round(store: Store) -> None:
@@ -94,6 +92,33 @@ async def test_an_empty_store_opens_a_higher_epoch(store: Store) -> None:
     assert (published.epoch, published.version) > (lost.epoch, lost.version)
 
 
+async def test_a_plan_outranks_what_instances_still_serve(store: Store) -> None:
+    """When the head went back behind what an instance serves, the next plan opens an epoch that it follows."""
+    head = Head()
+    for key in (1, 2, 3):
+        await store.publish(plan_of(key), expected=head, actor="", reason="")
+        head = await store.read_head()
+    await store.write_ack("x", version=head.version + 4, epoch=head.epoch, error="")
+    published = await store.publish(plan_of(9), expected=head, actor="", reason="")
+    assert published.epoch > head.epoch
+    head = await store.read_head()
+    await store.write_ack("x", version=head.version, epoch=head.epoch, error="")
+    assert (await store.publish(plan_of(8), expected=head, actor="", reason="")).epoch == head.epoch
+
+
+async def test_a_publication_sent_twice_is_no_conflict(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the first answer is lost and the client sends the script again, the publication still succeeded."""
+    script = store._publish
+
+    async def twice(**arguments: object) -> object:
+        await script(**arguments)
+        return await script(**arguments)
+
+    monkeypatch.setattr(store, "_publish", twice)
+    published = await store.publish(plan_of(1), expected=Head(), actor="", reason="")
+    assert (await store.read_head()).version == published.version == 1
+
+
 async def test_damage_is_noticed_by_the_checksum(store: Store) -> None:
     """Bytes that differ from what was published are refused before they are parsed."""
     await store.publish(plan_of(1), expected=Head(), actor="", reason="")
@@ -109,12 +134,12 @@ async def test_damage_is_noticed_by_the_checksum(store: Store) -> None:
 
 async def test_a_published_event_is_heard(store: Store) -> None:
     """A subscriber is woken at once when it starts, and again by each publication."""
-    async with aclosing(store.events()) as heard:
-        await anext(heard)
-        waiting = asyncio.ensure_future(anext(heard))
-        await asyncio.sleep(0)
+    async with aclosing(store.events()) as heard, asyncio.timeout(10):
+        assert await anext(heard)
+        assert not await anext(heard), "a quiet second is told as such"
         await store.publish(plan_of(1), expected=Head(), actor="", reason="")
-        await asyncio.wait_for(waiting, 5)
+        while not await anext(heard):
+            pass
 
 
 async def test_counts_arrive_once_and_add_up(store: Store) -> None:
@@ -160,11 +185,26 @@ async def test_what_we_never_wrote_is_the_stores_fault(store: Store, pool: str) 
     with pytest.raises(StoreUnavailable):
         await store.add_rates(90, {1: 1}, instance="x", batch=1, ttl_s=10)
     await client.hset(f"{prefix}ack:other", "version", "x")
-    with pytest.raises(StoreUnavailable):
-        await store.read_acks()
-    await client.hset(f"{prefix}head", "version", "latest")
-    with pytest.raises(InvalidPlan):
-        await store.read_head()
+    await client.zadd(f"{prefix}instances", {b"\xff": time.time(), "stringy": time.time()})
+    await client.set(f"{prefix}ack:stringy", "no hash")
+    assert await store.read_acks() == [], "rows that no instance wrote are left out, and block no publication"
+    await store.publish(plan_of(1), expected=Head(), actor="", reason="")
+    for field, value in (("version", "latest"), ("actor", b"\xf6"), ("created_at", "then")):
+        good = await client.hget(f"{prefix}head", field)
+        await client.hset(f"{prefix}head", field, value)
+        with pytest.raises(InvalidPlan):
+            await store.read_head()
+        await client.hset(f"{prefix}head", field, good)
+    assert (await store.read_head()).version == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://user:hunter2@h:1/0", "redis://h:1/0?password=hunter2", "redis://h/0?a=b&password=hunter2", "hunter2"],
+)
+def test_no_password_is_shown(url: str) -> None:
+    """However a URL carries its password, logs and errors do not."""
+    assert "hunter2" not in without_password(url)
 
 
 async def test_acks_tell_who_serves_what(store: Store) -> None:

@@ -105,13 +105,13 @@ async def test_service_killed_in_mid_stream(client: Any) -> None:
     """Killing the service cuts off no response: those that are streaming arrive whole."""
     begun = [asyncio.Event() for _ in range(8)]
     streams = [
-        asyncio.create_task(client.stream(key, max_tokens=800, begun=event))
+        asyncio.create_task(client.stream(key, max_tokens=2500, begun=event))
         for key, event in zip(KEYS, begun, strict=False)
     ]
     await asyncio.gather(*(event.wait() for event in begun))
     client.lab.kill("service")
     assert not any(stream.done() for stream in streams)
-    assert {(a.status, a.tokens) for a in await asyncio.gather(*streams)} == {(200, 800)}
+    assert {(a.status, a.tokens) for a in await asyncio.gather(*streams)} == {(200, 2500)}
 
 
 async def test_service_stopped_under_traffic(client: Any) -> None:

@@ -14,11 +14,11 @@ async def test_normal_end(client: Any) -> None:
     """Streams are counted while they last, on the engines that serve them, and no longer."""
     await client.publish({"tenant": ["engine-1"]})
     begun = [asyncio.Event() for _ in range(6)]
-    streams = [asyncio.create_task(client.stream("tenant", max_tokens=500, begun=event)) for event in begun]
+    streams = [asyncio.create_task(client.stream("tenant", max_tokens=2000, begun=event)) for event in begun]
     await asyncio.gather(*(event.wait() for event in begun))
     counts = {e["name"]: e["inflight"] for e in (await client.get("/fleet"))["endpoints"]}
     answers = await asyncio.gather(*streams)
-    assert {a.tokens for a in answers} == {500}
+    assert {a.tokens for a in answers} == {2000}
     served = Counter(a.served for a in answers)
     assert counts == {name: served[name] for name in client.engines}
     await client.until(client.quiet, "nothing in flight after the streams' ends")

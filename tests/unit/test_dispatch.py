@@ -63,7 +63,7 @@ def test_a_pick_keeps_its_rules(situation: tuple[Fleet, Table, int], factor: flo
     listed = [e for e in chosen.endpoints if e.name in alive]
     assert {e.name for e in listed} == alive
     least = min(e.load for e in usable if e.name in alive)
-    bound = factor * (fleet.load / len(usable) + ANSWER_WORK) + SPILL_SLACK
+    bound = factor * (fleet.usable_load / len(usable) + ANSWER_WORK) + SPILL_SLACK
     if chosen.reason == "spill":
         assert least + ANSWER_WORK > bound
         assert chosen.endpoints[0].load < least
@@ -109,18 +109,48 @@ def test_load_weighs_prompts_not_requests() -> None:
     assert pick(table, fleet, 5, Random(0), ANSWER_WORK, math.inf).endpoints[0].name == "e1"
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 10**6)), max_size=60), st.integers(0, 10**6))
-def test_load_of_the_fleet_is_the_sum_of_its_endpoints(charges: list[tuple[int, int]], other: int) -> None:
-    """The fleet's total follows every charge, release and report of others, and ends at zero."""
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 10**6)), max_size=60),
+    st.integers(0, 10**6),
+    st.sets(st.integers(0, 2)),
+)
+def test_load_of_the_fleet_is_that_of_its_usable_endpoints(
+    charges: list[tuple[int, int]], other: int, unready: set[int]
+) -> None:
+    """The total follows every charge, release, report of others and change of readiness, and ends at zero."""
     fleet = fleet_of(3)
-    for index, work in charges:
+
+    def consistent() -> bool:
+        return fleet.usable_load == sum(e.work + e.work_elsewhere for e in fleet.endpoints if e.ready) and all(
+            e.load == e.work + e.work_elsewhere for e in fleet.endpoints
+        )
+
+    for number, (index, work) in enumerate(charges):
         fleet.charge(fleet.endpoints[index], work)
+        if number == len(charges) // 2:
+            for i in unready:
+                fleet.connect_failed(fleet.endpoints[i])
+        assert consistent()
     fleet.set_elsewhere({"10.0.0.1:8000": (1, other), "10.0.0.9:8000": (5, 5)})
-    assert fleet.load == sum(e.load for e in fleet.endpoints) == sum(w for _, w in charges) + other
+    assert consistent()
+    for i in unready:
+        fleet.probe_succeeded(fleet.endpoints[i])
+    assert fleet.usable_load == sum(w for _, w in charges) + other
     fleet.set_elsewhere({})
     for index, work in charges:
         fleet.release(fleet.endpoints[index], work)
-    assert [fleet.load, *(e.load for e in fleet.endpoints), *(e.inflight for e in fleet.endpoints)] == [0] * 7
+    assert consistent()
+    assert [fleet.usable_load, *(e.inflight for e in fleet.endpoints)] == [0] * 4
+
+
+def test_what_hangs_at_dead_endpoints_does_not_lift_the_bound() -> None:
+    """The bound is a share of what the usable endpoints hold; work stuck at unready ones is no reason to pile up."""
+    table = Table(1, 1, 0.0, {5: ("e0",)})
+    fleet = fleet_of(6, [20, 1, 1, 1, 500, 500])
+    assert pick(table, fleet, 5, Random(0)).reason == "planned"
+    fleet.connect_failed(fleet.endpoints[4])
+    fleet.connect_failed(fleet.endpoints[5])
+    assert pick(table, fleet, 5, Random(0)).reason == "spill"
 
 
 def test_two_choices_never_takes_the_worst() -> None:

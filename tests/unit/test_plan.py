@@ -64,6 +64,22 @@ def test_content_digest_ignores_the_publication() -> None:
     assert small(rates_rps=array("f", [3.0, 2.0, 1.5])).content_sha256() != plan.content_sha256()
 
 
+def test_the_same_assignment_at_other_rates_is_the_same() -> None:
+    """Rates, row order and target order are no difference; a key more, or another target, is."""
+    plan = small()
+    reordered = small(
+        key_hashes=array("Q", [22, 2**64 - 1, 11]),
+        target_offsets=array("I", [0, 2, 3, 4]),
+        targets=array("I", [2, 1, 0, 0]),
+        rates_rps=array("f", [9.0, 8.0, 7.0]),
+        parameters=Parameters("lpt", 1, 1.0, 1, 1.0, 1.0),
+    )
+    assert plan.assigns_as(reordered)
+    assert not plan.assigns_as(small(targets=array("I", [1, 1, 2, 0])))
+    assert not plan.assigns_as(small(key_hashes=array("Q", [11, 22, 33])))
+    assert not plan.assigns_as(small(endpoints=("a", "b", "z")))
+
+
 def test_target_names_of_a_row() -> None:
     """A row's targets come back as names in plan order."""
     assert [small().target_names(i) for i in range(3)] == [("a",), ("b", "c"), ("a",)]

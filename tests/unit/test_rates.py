@@ -83,3 +83,19 @@ def test_memory_is_bounded_while_the_store_is_away() -> None:
     kept = sum(sum(w.values()) for w in drain(rates, 999).values())
     assert kept + rates.dropped == 1000
     assert rates.dropped > 900
+
+
+def test_random_keys_cannot_fill_the_memory() -> None:
+    """Counts of one window and of all unsent ones together are bounded; what does not fit is counted as dropped."""
+    rates = Rates(10, 10_000, keys_max=100)
+    for second in range(200):
+        for key in range(30):
+            rates.count(second * 1000 + key, float(second))
+        if second == 50:
+            first = rates.next_batch(50.0)
+    assert first is not None
+    held = sum(len(b.counts) for b in rates._closed) + len(rates._open)
+    assert held <= 300
+    assert rates.next_batch(199.0) == first, "a batch that may be on its way is not dropped under the sender's hands"
+    kept = sum(sum(w.values()) for w in drain(rates, 199.0).values())
+    assert kept + rates.dropped == 200 * 30

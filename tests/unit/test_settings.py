@@ -20,7 +20,28 @@ def test_unknown_name_is_refused_and_other_rooms_are_not() -> None:
     """A misspelt variable is an error that lists the right ones; variables of other rooms pass."""
     with pytest.raises(InvalidInput, match=r"CACHEROUTE_REDIS_ULR.*CACHEROUTE_REDIS_URL"):
         load_settings({"CACHEROUTE_REDIS_ULR": "x"})
-    load_settings({"CACHEROUTE_PLANNER_SLOTS": "3", "CACHEROUTE_TRACES": "/x", "PATH": "/bin"})
+    others = {"CACHEROUTE_PLANNER_SLOTS": "3", "CACHEROUTE_TRACES": "/x", "PATH": "/bin"}
+    load_settings(others, endpoint=("a=10.0.0.1:80",))
+
+
+def test_a_service_without_endpoints_is_refused() -> None:
+    """Nothing to pick from is a mistake to tell at the start, not at each request."""
+    with pytest.raises(InvalidInput, match=r"no endpoint.*--endpoint NAME=IP:PORT"):
+        load_settings({})
+
+
+@pytest.mark.parametrize("name", ["probe_interval_s", "load_exchange_s", "drain_s", "plan_poll_s", "rate_flush_s"])
+def test_endless_times_are_refused(name: str) -> None:
+    """A period without end is the same as switching the part off by accident."""
+    with pytest.raises(InvalidInput, match=name.replace("_", "-")):
+        load_settings({}, endpoint=("a=10.0.0.1:80",), **{name: float("inf")})
+
+
+def test_a_short_salt_is_refused_and_not_shown() -> None:
+    """A salt that can be guessed is none; the message does not repeat it."""
+    with pytest.raises(InvalidInput, match="16 bytes") as caught:
+        load_settings({}, endpoint=("a=10.0.0.1:80",), key_salt="hunter2")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_every_fault_is_listed_at_once() -> None:
