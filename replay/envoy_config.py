@@ -9,7 +9,8 @@ What the configuration does to a request:
    open.
 3. `override_host` obeys the endpoint list in dynamic metadata, and only hosts of the cluster. A connection that cannot
    be made moves on to the next of the list; a request that an engine may have begun is never sent twice.
-4. Without a list (the service is down) Maglev over the key header, with bounded loads, keeps tenants sticky.
+4. Without a list (the service is down) Maglev over the key header, with bounded loads, keeps tenants sticky, on the
+   engines that answer health checks and connections.
 5. The response says who served it, and one JSON line in the access log says why.
 """
 
@@ -24,9 +25,11 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
     CircuitBreakersThresholds,
     Cluster,
+    ClusterCommonLbConfig,
     ClusterDiscoveryType,
     LoadBalancingPolicy,
     LoadBalancingPolicyPolicy,
+    OutlierDetection,
 )
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRules
 from envoy_data_plane.envoy.config.core.v3 import (
@@ -36,6 +39,8 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValue,
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
+    HealthCheck,
+    HealthCheckHttpHealthCheck,
     Http1ProtocolOptions,
     Http2ProtocolOptions,
     HttpProtocolOptions,
@@ -96,6 +101,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 )
 from envoy_data_plane.envoy.type.matcher.v3 import ListStringMatcher, RegexMatcher, StringMatcher
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
+from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any as AnyMessage
 from envoy_data_plane.google.protobuf import Struct
 
@@ -120,7 +126,12 @@ MAGLEV_TABLE_SIZE = 65537
 HASH_BALANCE_PERCENT = 125
 # All three mean that no engine has seen the request; `reset` alone would send a half-served one a second time.
 RETRY_ON = "connect-failure,refused-stream,reset-before-request"
-RETRIES_MAX = 3
+RETRIES_MAX = 5
+HEALTH_PATH = "/health"
+EJECTION_S = 3
+# Most of a small pool may be down; if nearly all seems to be, the fault is rather ours, and all are tried.
+EJECTED_MAX_PERCENT = 80
+PANIC_PERCENT = 20
 # vLLM's server closes a connection that idles for 5 s; being first, we never send a request into one that closes.
 UPSTREAM_IDLE_S = 4.0
 
@@ -213,11 +224,11 @@ def _routes(settings: EnvoySettings) -> RouteConfiguration:
     retry = RetryPolicy(
         retry_on=RETRY_ON,
         num_retries=RETRIES_MAX,
-        # The next host is another one: nothing is gained by waiting for it.
+        # Long enough for a dead host's ejection to reach the worker, short enough not to be noticed.
         retry_back_off=RetryPolicyRetryBackOff(
-            base_interval=timedelta(milliseconds=1), max_interval=timedelta(milliseconds=10)
+            base_interval=timedelta(milliseconds=10), max_interval=timedelta(milliseconds=50)
         ),
-        # For the fallback only: Maglev would name the same dead host each time.
+        # For the fallback only: Maglev would name the same dead host each time. It helps against one, not several.
         retry_host_predicate=[
             RetryPolicyRetryHostPredicate(
                 name="envoy.retry_host_predicates.previous_hosts",
@@ -310,6 +321,13 @@ def _pool_cluster(settings: EnvoySettings) -> Cluster:
         type=ClusterDiscoveryType.STATIC,
         connect_timeout=timedelta(seconds=settings.connect_timeout_s),
         circuit_breakers=_circuit_breakers(),
+        health_checks=[_health_check()],
+        outlier_detection=_ejection(),
+        common_lb_config=ClusterCommonLbConfig(
+            healthy_panic_threshold=Percent(value=PANIC_PERCENT),
+            # Envoy holds the second change of health within a second back by default; retries would be over by then.
+            update_merge_window=timedelta(0),
+        ),
         typed_extension_protocol_options=_protocol(
             UpstreamProtocolOptions(
                 common_http_protocol_options=HttpProtocolOptions(idle_timeout=timedelta(seconds=UPSTREAM_IDLE_S)),
@@ -320,6 +338,30 @@ def _pool_cluster(settings: EnvoySettings) -> Cluster:
         ),
         load_balancing_policy=_policy("envoy.load_balancing_policies.override_host", override),
         load_assignment=_hosts(POOL_CLUSTER, settings.engines),
+    )
+
+
+def _health_check() -> HealthCheck:
+    # override_host obeys the service whatever this says; it keeps the fallback away from engines that are down.
+    return HealthCheck(
+        timeout=timedelta(seconds=1),
+        interval=timedelta(seconds=1),
+        no_traffic_interval=timedelta(seconds=1),
+        unhealthy_threshold=2,
+        healthy_threshold=1,
+        http_health_check=HealthCheckHttpHealthCheck(path=HEALTH_PATH),
+    )
+
+
+def _ejection() -> OutlierDetection:
+    # The same at once, from the first refused connection on, until the health check knows.
+    return OutlierDetection(
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=1,
+        interval=timedelta(seconds=1),
+        base_ejection_time=timedelta(seconds=EJECTION_S),
+        max_ejection_time=timedelta(seconds=EJECTION_S),
+        max_ejection_percent=EJECTED_MAX_PERCENT,
     )
 
 

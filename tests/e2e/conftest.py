@@ -111,8 +111,11 @@ class Client:
         return await self.inflight() == 0
 
     async def whole(self) -> bool:
-        """Return whether the service thinks that every engine is ready."""
-        return all(e["ready"] for e in (await self.get("/fleet"))["endpoints"])
+        """Return whether the service and Envoy think that every engine is ready."""
+        async with self.session.get(f"{self.lab.envoy_admin_url}/clusters") as response:
+            states = [line for line in (await response.text()).splitlines() if "::health_flags::" in line]
+        in_envoy = sum(line.startswith("pool::") and line.endswith("::healthy") for line in states)
+        return in_envoy == len(self.engines) and all(e["ready"] for e in (await self.get("/fleet"))["endpoints"])
 
     async def until(self, check: Callable[[], Awaitable[bool]], what: str, within_s: float = PATIENCE_S) -> None:
         """Wait until `check` holds."""

@@ -144,6 +144,18 @@ async def test_service_and_an_engine_dead(client: Any) -> None:
     assert not set.union(*after.values()) & before[KEYS[0]]
 
 
+async def test_service_and_two_engines_dead(client: Any) -> None:
+    """With the service down and half of the engines dead, no request of many tenants fails."""
+    client.lab.kill("service")
+    client.lab.kill("engine-0")
+    client.lab.kill("engine-1")
+    keys = [f"tenant-{i}" for i in range(150)]
+    answers = await asyncio.gather(*(client.ask(key) for key in keys[:30]))
+    answers += await client.ask_all(keys[30:])
+    assert {a.status for a in answers} == {200}
+    assert {a.served for a in answers} == {"engine-2", "engine-3"}
+
+
 async def test_valkey_killed(client: Any) -> None:
     """Without Valkey routing goes on by the last table; a new Valkey that lost everything takes the next plan."""
     await client.publish({key: ["engine-1"] for key in KEYS})

@@ -143,7 +143,7 @@ def test_only_unseen_requests_are_retried(route: dict[str, Any]) -> None:
         "refused-stream",
         "reset-before-request",
     }
-    assert route["retry_policy"]["num_retries"] == 3
+    assert route["retry_policy"]["num_retries"] == 5
 
 
 def test_response_says_who_served(connections: dict[str, Any]) -> None:
