@@ -58,7 +58,8 @@ clean: ## remove what was built, the virtual environment included
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
-	  $(PYTHON) -m pip install --user --break-system-packages -q virtualenv && $(PYTHON) -m virtualenv -q $(VENV); }
+	  $(PYTHON) -m pip install -q --target build/virtualenv virtualenv && \
+	  PYTHONPATH=build/virtualenv $(PYTHON) -m virtualenv -q $(VENV); }
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$*]'

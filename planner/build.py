@@ -162,7 +162,8 @@ def _names_from_file(path: Path) -> tuple[str, ...]:
         ) from exc
     first: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
-        if not (name := line.strip()):
+        name, _, _ = line.strip().partition("=")  # as the service is given them, `NAME=IP:PORT`, or names alone
+        if not name:
             continue
         if (before := first.setdefault(name, number)) != number:
             raise InvalidInput(

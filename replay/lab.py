@@ -149,11 +149,6 @@ class Lab:
         """Send a part a signal and do not wait for anything."""
         self._part(part).send_signal(sig)
 
-    def restart(self, part: str) -> None:
-        """Stop and start a part."""
-        self.stop(part)
-        self.start(part)
-
     def log_tail(self, part: str, lines: int = 20) -> str:
         """Return the last lines that a part wrote."""
         return self._part(part).log_tail(lines)
@@ -195,7 +190,12 @@ class Lab:
         s = self.settings
         began = time.monotonic()
         self.workdir = Path(tempfile.mkdtemp(prefix="cacheroute-lab-")) if s.workdir is None else s.workdir.resolve()
-        self.workdir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise InvalidInput(
+                f"workdir {self.workdir} cannot be made: {exc.strerror}", "give a folder to write to"
+            ) from exc
         self._add("valkey", self._valkey_command(), lambda: answers_ping(self._valkey))
         for engine in self.engines:
             self._add(engine.name, self._engine_command(engine), _http_check(engine.address, "/health"))

@@ -22,6 +22,15 @@ PREFIX = "CACHEROUTE_"
 OTHER_ROOMS = ("CACHEROUTE_PLANNER_", "CACHEROUTE_ENGINE_", "CACHEROUTE_TRACES")
 
 SALT_MIN_BYTES = 16
+# Settings that are also options of `cacheroute serve`.
+OPTIONS = {
+    "listen": "--listen",
+    "http": "--http",
+    "endpoint": "--endpoint",
+    "key_header": "--key-header",
+    "redis_url": "--redis",
+    "pool": "--pool",
+}
 
 CommaList = Annotated[tuple[str, ...], NoDecode]
 
@@ -121,14 +130,15 @@ def refuse_unknown(environ: Mapping[str, str], prefix: str, known: set[str], els
 
 
 def describe(exc: ValidationError, prefix: str) -> str:
-    """Return every fault of a validation in one line."""
+    """Return every fault of a validation in one line, by option where there is one, and by variable."""
     faults = []
     for error in exc.errors():
         field = str(error["loc"][0]) if error["loc"] else "settings"
-        option = "--" + field.replace("_", "-")
+        variable = prefix + field.upper()
+        name = f"{OPTIONS[field]} ({variable})" if field in OPTIONS else variable
         shown = "…" if field == "key_salt" else repr(error["input"])
         why = error["msg"].removeprefix("Value error, ")
-        faults.append(f"{option} ({prefix}{field.upper()}) = {shown}: {why}")
+        faults.append(f"{name} = {shown}: {why}")
     return "; ".join(faults)
 
 

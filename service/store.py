@@ -20,6 +20,7 @@ Counting is one script too, with a batch number an instance: what is sent again 
 import asyncio
 import contextlib
 import hashlib
+import re
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ from redis.exceptions import RedisError
 from service.errors import InvalidInput, InvalidPlan, PlanConflict, StoreUnavailable
 from service.plan import Plan, decode, encode
 
+# Lua counts in doubles.
+COUNTER_MAX = 2**53
+HASH_DIGITS = 16
+POOL_NAME = re.compile(r"[A-Za-z0-9._-]+")
 PREVIOUS_PLAN_TTL_S = 600
 LOG_LENGTH = 1000
 
@@ -43,12 +48,13 @@ local current = tonumber(redis.call('HGET', head, 'version') or '0')
 local current_epoch = tonumber(redis.call('HGET', head, 'epoch') or '0')
 if current ~= tonumber(ARGV[1]) or epoch < current_epoch then return {0, current} end
 if epoch == current_epoch and version <= current then return {0, current} end
+-- First what can fail for a foreign type under the key: a script does not roll back.
+redis.call('XADD', log, 'MAXLEN', '~', ARGV[10], '*', 'event', 'publish', 'version', ARGV[2], 'epoch', ARGV[3],
+           'sha256', ARGV[5], 'actor', ARGV[7], 'reason', ARGV[8], 'keys', ARGV[11])
 redis.call('SET', plan, ARGV[4])
 redis.call('HSET', head, 'version', ARGV[2], 'epoch', ARGV[3], 'sha256', ARGV[5], 'created_at', ARGV[6],
            'actor', ARGV[7], 'reason', ARGV[8])
 if current > 0 then redis.call('EXPIRE', KEYS[4], ARGV[9]) end
-redis.call('XADD', log, 'MAXLEN', '~', ARGV[10], '*', 'event', 'publish', 'version', ARGV[2], 'epoch', ARGV[3],
-           'sha256', ARGV[5], 'actor', ARGV[7], 'reason', ARGV[8], 'keys', ARGV[11])
 redis.call('PUBLISH', ARGV[12], ARGV[3] .. ':' .. ARGV[2])
 return {1, version}
 """
@@ -101,6 +107,14 @@ def _unavailable(url: str) -> Iterator[None]:
         ) from exc
 
 
+def _counter(text: str | bytes) -> int:
+    """Return a count as we write it; raise ValueError for what Lua could not count on, or no number at all."""
+    value = int(text)
+    if not 0 <= value < COUNTER_MAX:
+        raise ValueError(f"{value} is not a count of 0 to 2^53")
+    return value
+
+
 def without_password(url: str) -> str:
     """Return a Redis URL as logs and errors may show it: neither user information nor query."""
     scheme, sep, rest = url.partition("?")[0].partition("://")
@@ -112,6 +126,8 @@ class Store:
 
     def __init__(self, url: str, pool: str, *, timeout_s: float = 0.5) -> None:
         """Connect lazily; raise InvalidInput for a URL that is none."""
+        if not POOL_NAME.fullmatch(pool):
+            raise InvalidInput(f"pool name {pool!r} is not one", "use letters, digits, dots, dashes and underscores")
         self.url, self.pool = url, pool
         self._prefix = f"{{cacheroute:{pool}}}:"
         try:
@@ -147,8 +163,8 @@ class Store:
         try:
             text = {k.decode(): v.decode() for k, v in raw.items()}
             return Head(
-                version=int(text.get("version", 0)),
-                epoch=int(text.get("epoch", 0)),
+                version=_counter(text.get("version", "0")),
+                epoch=_counter(text.get("epoch", "0")),
                 sha256=text.get("sha256", ""),
                 created_at=float(text.get("created_at", 0)),
                 actor=text.get("actor", ""),
@@ -255,7 +271,10 @@ class Store:
                 with _unavailable(self.url):
                     # HSCAN in steps: HGETALL of a large window would hold the server for hundreds of milliseconds.
                     cursor, chunk = await self._redis.hscan(self._key("rates", start), cursor, count=5000)
-                    counts.update((int(k, 16), int(v)) for k, v in chunk.items() if not k.startswith(b"i:"))
+                for field, count in chunk.items():
+                    with contextlib.suppress(ValueError):  # an instance's batch number, or what no instance wrote
+                        if len(field) == HASH_DIGITS:
+                            counts[int(field, 16)] = _counter(count)
                 if not cursor:
                     break
             if counts:
@@ -317,13 +336,14 @@ class Store:
                 for name in others:
                     pipe.hgetall(self._key("load", name))
                 rows = await pipe.execute()
-            elsewhere: dict[str, tuple[int, int]] = {}
-            for row in rows:
-                for address, value in row.items():
-                    n, work = map(int, value.split(b":"))
+        elsewhere: dict[str, tuple[int, int]] = {}
+        for row in rows:
+            for address, value in row.items():
+                with contextlib.suppress(ValueError):  # what no instance wrote
+                    n, work = map(_counter, value.split(b":"))
                     before = elsewhere.get(address.decode(), (0, 0))
                     elsewhere[address.decode()] = (before[0] + n, before[1] + work)
-            return elsewhere
+        return elsewhere
 
     async def forget_instance(self, instance: str) -> None:
         """Take a process that ends out of the pool at once instead of by expiry."""

@@ -93,7 +93,7 @@ def _once(running: "Lab") -> str:
     endpoints = " ".join(f"--endpoint {e.name}={e.address}" for e in running.engines)
     settings = running.settings
     return (
-        f"cacheroute planner once --redis {running.redis_url} --pool {running.pool} {endpoints}"
+        f"{_ourselves()} planner once --redis {running.redis_url} --pool {running.pool} {endpoints}"
         f" --slots {settings.slots_per_endpoint} --replica-cap {settings.replica_cap_rps:g}"
     )
 
@@ -110,3 +110,12 @@ def _watch(running: "Lab") -> None:
                 gone.add(part)
                 last = running.log_tail(part, LAST_LINES)
                 typer.echo(f"{part} ended by itself; its last lines:\n{last}", err=True)
+
+
+def _ourselves() -> str:
+    """Return how this command line is called from any shell, also when its environment is not active."""
+    import shlex
+    import shutil
+    import sys
+
+    return "cacheroute" if shutil.which("cacheroute") else shlex.join([sys.executable, "-m", "planner.cli"])

@@ -119,6 +119,23 @@ async def test_a_publication_sent_twice_is_no_conflict(store: Store, monkeypatch
     assert (await store.read_head()).version == published.version == 1
 
 
+async def test_nobody_sees_half_a_publication(store: Store, pool: str) -> None:
+    """When the log cannot be written, because something else stands under its key, nothing is published."""
+    await store._redis.set(f"{{cacheroute:{pool}}}:log", "no stream")
+    with pytest.raises(StoreUnavailable):
+        await store.publish(plan_of(1), expected=Head(), actor="", reason="")
+    assert await store.read_head() == Head()
+    with pytest.raises(InvalidPlan):
+        await store.read_plan_bytes(1)
+
+
+@pytest.mark.parametrize("pool", ["", "bad pool!", "a:b", "{x}"])
+def test_a_pool_name_is_letters_digits_and_few_signs(pool: str) -> None:
+    """What would break the layout of keys is no pool."""
+    with pytest.raises(InvalidInput, match="pool name"):
+        Store("redis://127.0.0.1:1/0", pool)
+
+
 async def test_damage_is_noticed_by_the_checksum(store: Store) -> None:
     """Bytes that differ from what was published are refused before they are parsed."""
     await store.publish(plan_of(1), expected=Head(), actor="", reason="")
@@ -173,15 +190,16 @@ async def test_what_we_never_wrote_is_the_stores_fault(store: Store, pool: str) 
     """Foreign values and types under our keys are one kind of error, so that no task of a service dies of them."""
     client, prefix = store._redis, f"{{cacheroute:{pool}}}:"
     await store.exchange_load("other", {"10.0.0.1:80": (1, 1)})
-    for value in ("seven", "1:2:3", ""):
-        await client.hset(f"{prefix}load:other", "10.0.0.1:80", value)
-        with pytest.raises(StoreUnavailable):
-            await store.exchange_load("x", {})
-    await client.hset(f"{prefix}rates:60", "not a hash", 5)
+    for value in ("seven", "1:2:3", "", "-5:1", "1:-5", b"\xff"):
+        await client.hset(f"{prefix}load:other", "10.0.0.9:80", value)
+        assert await store.exchange_load("x", {}) == {"10.0.0.1:80": (1, 1)}
+    await store.add_rates(60, {1: 7}, instance="x", batch=1, ttl_s=10)
+    foreign = {"not a hash": 5, "f" * 40: 5, "f" * 16: "9" * 400, "e" * 16: -5, "d" * 16: "x", b"\xff" * 16: 5}
+    await client.hset(f"{prefix}rates:60", mapping=foreign)
+    assert await store.read_rates([60]) == {60: {1: 7}}
     await client.set(f"{prefix}rates:90", "not even a hash")
-    for window in (60, 90):
-        with pytest.raises(StoreUnavailable):
-            await store.read_rates([window])
+    with pytest.raises(StoreUnavailable):
+        await store.read_rates([90])
     with pytest.raises(StoreUnavailable):
         await store.add_rates(90, {1: 1}, instance="x", batch=1, ttl_s=10)
     await client.hset(f"{prefix}ack:other", "version", "x")
@@ -189,7 +207,8 @@ async def test_what_we_never_wrote_is_the_stores_fault(store: Store, pool: str) 
     await client.set(f"{prefix}ack:stringy", "no hash")
     assert await store.read_acks() == [], "rows that no instance wrote are left out, and block no publication"
     await store.publish(plan_of(1), expected=Head(), actor="", reason="")
-    for field, value in (("version", "latest"), ("actor", b"\xf6"), ("created_at", "then")):
+    bad = (("version", "latest"), ("version", "9" * 30), ("version", -5), ("epoch", "9" * 30), ("actor", b"\xf6"))
+    for field, value in (*bad, ("created_at", "then")):
         good = await client.hget(f"{prefix}head", field)
         await client.hset(f"{prefix}head", field, value)
         with pytest.raises(InvalidPlan):

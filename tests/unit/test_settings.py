@@ -1,9 +1,12 @@
 """Rules of the settings: all faults at once, unknown names refused, units and formats checked."""
 
+from pathlib import Path
+
 import pytest
 
+from planner.settings import PlannerSettings
 from service.errors import InvalidInput
-from service.settings import load_settings, parse_endpoints, split_address
+from service.settings import ServiceSettings, load_settings, parse_endpoints, split_address
 
 
 def test_command_line_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +36,7 @@ def test_a_service_without_endpoints_is_refused() -> None:
 @pytest.mark.parametrize("name", ["probe_interval_s", "load_exchange_s", "drain_s", "plan_poll_s", "rate_flush_s"])
 def test_endless_times_are_refused(name: str) -> None:
     """A period without end is the same as switching the part off by accident."""
-    with pytest.raises(InvalidInput, match=name.replace("_", "-")):
+    with pytest.raises(InvalidInput, match=name.upper()):
         load_settings({}, endpoint=("a=10.0.0.1:80",), **{name: float("inf")})
 
 
@@ -49,7 +52,7 @@ def test_every_fault_is_listed_at_once() -> None:
     with pytest.raises(InvalidInput) as caught:
         load_settings({}, listen="nope", probe_interval_s=0, pool="a b", endpoint=("x=1.2.3.4",))
     text = str(caught.value)
-    for part in ("--listen (CACHEROUTE_LISTEN) = 'nope'", "--probe-interval-s", "'a b'", "1.2.3.4"):
+    for part in ("--listen (CACHEROUTE_LISTEN) = 'nope'", "CACHEROUTE_PROBE_INTERVAL_S", "'a b'", "1.2.3.4"):
         assert part in text
 
 
@@ -80,3 +83,15 @@ def test_ipv6() -> None:
     """An IPv6 address stands in brackets, as Envoy writes it."""
     assert split_address("[::1]:80") == ("::1", 80)
     assert parse_endpoints(("a=[fd00::1]:8000",)) == (("a", "[fd00::1]:8000"),)
+
+
+def test_every_setting_is_documented() -> None:
+    """docs/settings.md names each variable of the service and of the planner with its default."""
+    text = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    for name, field in ServiceSettings.model_fields.items():
+        assert f"| `CACHEROUTE_{name.upper()}` |" in text, name
+        if isinstance(field.default, int | float) and field.default:
+            row = next(line for line in text.splitlines() if f"`CACHEROUTE_{name.upper()}`" in line)
+            assert f"{field.default:g}" in row or f"{field.default}" in row, row
+    for name in PlannerSettings.model_fields:
+        assert f"`CACHEROUTE_PLANNER_{name.upper()}`" in text or f"`CACHEROUTE_{name.upper()}`" in text, name
