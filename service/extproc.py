@@ -14,9 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from random import Random
 
 import grpc
-from prometheus_client import Counter
 
-from service.dispatch import REASONS, SPILL_FACTOR, Pick, pick
+from service.dispatch import SPILL_FACTOR, Pick, pick
 from service.errors import NoReadyEndpoint
 from service.fleet import ANSWER_WORK, Endpoint, Fleet, request_work
 from service.keys import format_hash, hash_key
@@ -86,9 +85,7 @@ class ExternalProcessor:
         self._prompt_max_bytes, self._spill_factor = prompt_max_bytes, spill_factor
         self._on_connect_failure = on_connect_failure
         self._clock = clock
-        self._picked = {r: telemetry.picks.labels(r) for r in REASONS}
         self._refused = telemetry.refused.labels("no_ready_endpoint")
-        self._served: dict[tuple[str, str], Counter] = {}
         self._lists: dict[tuple[Endpoint, ...], bytes] = {}
 
     def rpc(self) -> grpc.GenericRpcHandler:
@@ -104,7 +101,7 @@ class ExternalProcessor:
 
     async def process(self, requests: AsyncIterator[pb.ProcessingRequest], _context: object) -> AsyncIterator[bytes]:
         """Serve one stream."""
-        self._telemetry.streams.inc()
+        self._telemetry.streams += 1
         picked: Pick | None = None
         charged: Endpoint | None = None
         work = ANSWER_WORK
@@ -133,7 +130,7 @@ class ExternalProcessor:
         finally:
             if charged is not None:
                 self._fleet.release(charged, work)
-            self._telemetry.streams.dec()
+            self._telemetry.streams -= 1
 
     def _route(self, request: pb.ProcessingRequest) -> tuple[Pick, int, bytes]:
         """Return the pick for a request's headers, the work to charge it with, and the reply."""
@@ -144,7 +141,7 @@ class ExternalProcessor:
             key_hash = hash_key(key, self._key_salt)
             self._rates.count(key_hash, now)
         chosen = pick(table, self._fleet, key_hash, self._rng, work, self._spill_factor)
-        self._picked[chosen.reason].inc()
+        self._telemetry.picks[chosen.reason] += 1
         # Two parts of one message: protobuf merges them, and the first repeats as often as the list does.
         return chosen, work, self._list(chosen.endpoints) + _decision(chosen, table, key_hash, now)
 
@@ -185,11 +182,7 @@ class ExternalProcessor:
             if address:
                 self._telemetry.unknown_endpoint.inc()
             return charged
-        status = _status_class(request)
-        counter = self._served.get((served.name, status))
-        if counter is None:
-            counter = self._served[served.name, status] = self._telemetry.served.labels(served.name, status)
-        counter.inc()
+        self._telemetry.served[served.name, _status_class(request)] += 1
         if served is not charged:
             self._telemetry.elsewhere.labels(served.name).inc()
             if attempts > 1:
