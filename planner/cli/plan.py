@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from service.plan import Plan
     from service.store import Store
 
+ACK_WAIT_S = 3.0
 SHOWN_ROWS = 20
 
 
@@ -96,7 +97,10 @@ def publish(
     pool: PoolOption = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Publish a plan to every service of the pool; exit code 4 when somebody else published meanwhile."""
+    """Publish a plan to every service of the pool; exit code 4 when somebody else published meanwhile.
+
+    Waits up to 3 s for the services to say that they serve it; exit code 1 when one of them refuses it.
+    """
     import asyncio
 
     from service.keys import KEY_CHECK, hash_key
@@ -104,19 +108,42 @@ def publish(
 
     # Checked whole before Redis is touched: what services would refuse is not published.
     found = decode(_read(plan), key_check=hash_key(KEY_CHECK, _salt()))
-    published = asyncio.run(_publish(_store(redis, pool), found, if_version, actor or _login(), reason))
+    published, refusals = asyncio.run(_publish(_store(redis, pool), found, if_version, actor or _login(), reason))
     document = {"version": published.version, "epoch": published.epoch}
     emit(document, output, pairs(document))
+    for instance, error in refusals:
+        note(f"service {instance} refuses it and serves the plan before: {error}")
+    if refusals:
+        raise typer.Exit(1)
 
 
-async def _publish(store: "Store", plan: "Plan", if_version: int | None, actor: str, reason: str) -> "Plan":
+async def _publish(
+    store: "Store", plan: "Plan", if_version: int | None, actor: str, reason: str
+) -> "tuple[Plan, list[tuple[str, str]]]":
+    """Return the plan as published, and which instances refuse it and why."""
     try:
         head = await store.read_head()
         if if_version is not None and head.version != if_version:
             raise PlanConflict(if_version, head.version)
-        return await store.publish(plan, expected=head, actor=actor, reason=reason)
+        instances = {ack.instance for ack in await store.read_acks()}
+        published = await store.publish(plan, expected=head, actor=actor, reason=reason)
+        return published, await _refusals(store, published, instances)
     finally:
         await store.close()
+
+
+async def _refusals(store: "Store", published: "Plan", instances: set[str]) -> list[tuple[str, str]]:
+    """Wait until each instance serves the plan or says why not; one that stays silent is no refusal."""
+    import asyncio
+
+    deadline = asyncio.get_running_loop().time() + ACK_WAIT_S
+    while True:
+        acks = [ack for ack in await store.read_acks() if ack.instance in instances]
+        served = {ack.instance for ack in acks if (ack.epoch, ack.version) >= (published.epoch, published.version)}
+        refused = [(ack.instance, ack.error) for ack in acks if ack.error and ack.at > published.created_at]
+        if len(served) + len(refused) >= len(instances) or asyncio.get_running_loop().time() > deadline:
+            return refused
+        await asyncio.sleep(0.05)
 
 
 async def _fetch(store: "Store", version: int | None) -> "Plan":

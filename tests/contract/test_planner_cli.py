@@ -35,7 +35,7 @@ class Server(Protocol):
     url: str
 
 
-def run(*arguments: object, exit_code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, exit_code: int | None = 0, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run one command without the caller's own settings."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CACHEROUTE_")}
     done = subprocess.run(
@@ -45,7 +45,7 @@ def run(*arguments: object, exit_code: int = 0, **environ: str) -> subprocess.Co
         text=True,
         timeout=60,
     )
-    assert done.returncode == exit_code, done
+    assert exit_code in (None, done.returncode), done
     assert "Traceback" not in done.stderr
     return done
 
@@ -233,3 +233,31 @@ def test_settings_from_the_environment(valkey: Server, pool: str) -> None:
 def test_help_names_the_commands(group: list[str]) -> None:
     """--help exits 0."""
     assert "Usage" in run(*group, "--help").stdout
+
+
+def test_publish_tells_which_services_refuse(valkey: Server, pool: str, rates: Path, tmp_path: Path) -> None:
+    """A plan for other endpoints is published, refused by the service, and told with exit code 1; its own is served."""
+    names, foreign, own = tmp_path / "names", tmp_path / "foreign.plan", tmp_path / "own.plan"
+    names.write_text("vllm-0=127.0.0.1:1\n")
+    build = ("plan", "build", "--rates", rates, "--slots", 4, "--replica-cap", 100)
+    run(*build, "--endpoints", 2, "--out", foreign)
+    run(*build, "--endpoints", names, "--out", own)
+    at = ("--redis", valkey.url, "--pool", pool)
+    serve = [sys.executable, "-m", "planner.cli", "serve", "--listen=127.0.0.1:0", "--http=127.0.0.1:0"]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("CACHEROUTE_")}
+    environ["CACHEROUTE_INSTANCE"] = "one"
+    service = subprocess.Popen([*serve, "--endpoint=vllm-0=127.0.0.1:1", *at], env=environ, stderr=subprocess.PIPE)
+    try:
+        assert service.stderr is not None
+        assert b"serving" in service.stderr.readline()
+        deadline = time.monotonic() + 10
+        while run("plan", "publish", foreign, *at, exit_code=None).returncode != 1:
+            assert time.monotonic() < deadline, "its first ack makes it known; until then nobody is waited for"
+        refused = run("plan", "publish", foreign, *at, "-o", "json", exit_code=1)
+        assert set(json.loads(refused.stdout)) == {"version", "epoch"}
+        assert "service one refuses it" in refused.stderr
+        assert "names none of this fleet's endpoints" in refused.stderr
+        assert run("plan", "publish", own, *at).stderr == ""
+    finally:
+        service.terminate()
+        service.communicate(timeout=20)
