@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from replay.files import write_whole
 from replay.verdict import PolicySummary, Verdict
 from service.errors import InvalidInput
 
@@ -57,32 +57,14 @@ def document(verdict: Verdict, policies: Sequence[PolicySummary], conditions: Co
 
 def write(path: Path, report: dict[str, Any]) -> None:
     """Write the report as JSON, whole or not at all; raise InvalidInput when it cannot be written."""
-    _write("--report", path, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    write_whole("--report", path, (json.dumps(report, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def draw(path: Path, verdict: Verdict, policies: Sequence[PolicySummary], conditions: Conditions) -> None:
     """Write what `show` prints as an SVG picture, whole or not at all; raise InvalidInput when it cannot be written."""
     console = Console(record=True, width=PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
     show(verdict, policies, conditions, console)
-    _write("--picture", path, console.export_svg(title="cacheroute demo"))
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            # mkstemp makes files for their owner alone; a report is as public as any file one writes.
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as exc:
-        raise InvalidInput(
-            f"{option} {path} cannot be written ({exc.strerror})", "give a file in a folder you may write"
-        ) from exc
+    write_whole("--picture", path, console.export_svg(title="cacheroute demo").encode())
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -142,9 +124,3 @@ def notes(conditions: Conditions) -> tuple[str, ...]:
 
 def _seconds(value: float | None) -> str:
     return DASH if value is None else f"{value:.2f} s"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

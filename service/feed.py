@@ -71,7 +71,17 @@ class Feed:
 
     async def refresh(self) -> None:
         """Serve the published plan if it is newer; raise StoreUnavailable, count and keep everything else."""
-        head, table = await self._store.read_head(), self._current.table
+        try:
+            await self._compare(await self._store.read_head())
+        except InvalidPlan as exc:
+            self._refuse(Head(), exc)
+        table = self._current.table
+        await self._store.write_ack(
+            self._settings.instance, version=table.version, epoch=table.epoch, error=self._error
+        )
+
+    async def _compare(self, head: Head) -> None:
+        table = self._current.table
         published, serving = (head.epoch, head.version), (table.epoch, table.version)
         if published > serving:
             await self._take(head)
@@ -81,10 +91,6 @@ class Feed:
             self._refuse(head, InvalidPlan("diverged", f"another plan was published as version {head.version} too"))
         else:
             self._error = ""
-        table = self._current.table
-        await self._store.write_ack(
-            self._settings.instance, version=table.version, epoch=table.epoch, error=self._error
-        )
 
     async def _take(self, head: Head) -> None:
         if head == self._refused:
@@ -139,10 +145,7 @@ class Feed:
         while not _ending():
             self._hint.clear()
             async with self._surviving("plan"):
-                try:
-                    await self.refresh()
-                except InvalidPlan as exc:
-                    self._refuse(Head(), exc)
+                await self.refresh()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.plan_poll_s):
                     await self._hint.wait()

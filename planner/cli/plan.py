@@ -38,6 +38,7 @@ def build(
     from planner.build import build as build_plan
     from planner.build import endpoint_names, report_of
     from planner.rates import read_csv
+    from replay.files import write_whole
     from service.keys import KEY_CHECK, hash_key
     from service.plan import encode
 
@@ -51,7 +52,7 @@ def build(
         key_check=hash_key(KEY_CHECK, salt),
     )
     if out is not None:
-        _write_atomically(out, encode(built.plan))
+        write_whole("--out", out, encode(built.plan))
         note(f"wrote {out}")
     report = report_of(built)
     emit(report, output, pairs(report))
@@ -248,26 +249,4 @@ def _read(path: Path) -> bytes:
     except OSError as exc:
         raise InvalidInput(
             f"plan {path} cannot be read: {exc.strerror}", "name a file that `plan build` wrote"
-        ) from exc
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Write next to `path` and rename: whoever reads it finds the old plan or the new one, never a part."""
-    import os
-    from tempfile import NamedTemporaryFile
-
-    try:
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
-            try:
-                temporary.write(data)
-                temporary.flush()
-                os.fsync(temporary.fileno())
-                os.chmod(temporary.name, 0o644)
-                os.replace(temporary.name, path)
-            except BaseException:
-                os.unlink(temporary.name)
-                raise
-    except OSError as exc:
-        raise InvalidInput(
-            f"--out {path} cannot be written: {exc.strerror}", "name a file in a writable folder"
         ) from exc

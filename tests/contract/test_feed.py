@@ -192,6 +192,11 @@ async def test_garbage_in_the_head_ends_nothing(rig: Rig) -> None:
     client, prefix = rig.store._redis, f"{{cacheroute:{rig.settings.pool}}}:"
     await client.hset(f"{prefix}head", "actor", b"\xf6")
     await rig.until(lambda: rig.value("cacheroute_plan_apply_failures_total", cause="head") >= 1)
+
+    async def reported() -> bool:
+        return any("is not a head" in a.error for a in await rig.store.read_acks())
+
+    await rig.until(reported)
     await client.delete(f"{prefix}head")
     await client.set(f"{prefix}head", "not a hash")
     await rig.until(lambda: rig.value("cacheroute_store_failures_total", call="plan") >= 1)
