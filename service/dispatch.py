@@ -5,17 +5,18 @@
    beyond, and one of `SPILL_CHOICES` random endpoints holds less: that one is put first (reason `spill`).
 3. A key whose targets are all unusable is picked like a cold one (reason `fallback`).
 4. A key without targets, and a request without a key, gets the less loaded of two random endpoints (reason `cold`).
-5. One endpoint outside the list follows as a spare, again the less loaded of two: Envoy walks the list when it cannot
+5. With a subset (the gateway's hint), all of this happens as if the fleet were the subset.
+6. One endpoint outside the list follows as a spare, again the less loaded of two: Envoy walks the list when it cannot
    connect, and a list of dead targets would otherwise end in its own fallback.
 
 Ties between targets are broken at random: placement charges each copy with an equal share of the key's rate.
 
-Source: CacheRoute, arXiv 2608.19677, dispatch step. Rules 2, 3 and 5 are ours. Rule 2 is the bounded load of consistent
-hashing (Mirrokni et al. 2018) with the planned targets for a home: without it a plan that is balanced by rate gives its
-hits back as queueing, because rates do not see how long prompts are. docs/performance.md has the figures.
+Source: CacheRoute, arXiv 2608.19677, dispatch step. Rules 2, 3, 5 and 6 are ours. Rule 2 is the bounded load of
+consistent hashing (Mirrokni et al. 2018) with the planned targets for a home: without it a plan that is balanced by
+rate gives its hits back as queueing, because rates do not see how long prompts are. docs/performance.md has figures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from random import Random
 from typing import Literal, NamedTuple
@@ -51,20 +52,26 @@ def pick(
     rng: Random,
     work: int = ANSWER_WORK,
     spill_factor: float = SPILL_FACTOR,
+    subset: Collection[Endpoint] | None = None,
 ) -> Pick:
     """Return the endpoints for a request with this key (None: no key); 2 to 4 µs.
 
-    work: of this request (`fleet.request_work`).  spill_factor: 1 or more; infinity never spills.
-    Raise NoReadyEndpoint when no endpoint is usable.
+    work: of this request (`fleet.request_work`).  spill_factor: 1 or more; infinity never spills.  subset: pick from
+    these alone (None: from all).  Raise NoReadyEndpoint when no endpoint is usable.
     """
-    usable = fleet.usable
+    usable, usable_load = fleet.usable, fleet.usable_load
+    if subset is not None:
+        usable = [e for e in usable if e in subset]
+        usable_load = sum(e.load for e in usable)
     if not usable:
-        raise NoReadyEndpoint(len(fleet.endpoints))
+        raise NoReadyEndpoint(len(fleet.endpoints) if subset is None else len(subset))
     names = table.targets.get(key_hash) if key_hash is not None else None
     if names is None:
         return Pick(_with_spare([_two_choices(usable, rng)], usable, rng), "cold")
     by_name = fleet.by_name
     targets = [e for name in names if (e := by_name.get(name)) is not None and e.usable]
+    if subset is not None:
+        targets = [e for e in targets if e in subset]
     if not targets:
         return Pick(_with_spare([_two_choices(usable, rng)], usable, rng), "fallback")
     if len(targets) > 1:
@@ -72,7 +79,7 @@ def pick(
         targets = targets[start:] + targets[:start]
         targets.sort(key=_load)
     best = targets[0].load
-    if best + work > spill_factor * (fleet.usable_load / len(usable) + work) + SPILL_SLACK:
+    if best + work > spill_factor * (usable_load / len(usable) + work) + SPILL_SLACK:
         relief = min((usable[int(rng.random() * len(usable))] for _ in range(SPILL_CHOICES)), key=_load)
         if relief.load < best:
             return Pick((relief, *(e for e in targets if e is not relief)), "spill")

@@ -169,7 +169,7 @@ class ExternalProcessor:
             key = found.get(name)
             if key:
                 if len(key) > self._key_max_bytes:
-                    self._telemetry.keys_rejected.inc()
+                    self._telemetry.keys_rejected.labels("too_long").inc()
                     return None, work
                 return key, work
         return None, work

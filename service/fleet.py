@@ -6,17 +6,30 @@ Rules of readiness:
 3. A failure that Envoy met while connecting makes it unready at once and asks for a probe.
 4. A draining endpoint gets no new requests, whatever its probes say.
 
+Membership: `update` takes what discovery found. An endpoint is the same one while name and address stay; one that is
+gone keeps the count of its requests in flight until they end, and has it still when it comes back meanwhile.
+
+Slow start: an endpoint that joins, or becomes ready again, has a cold cache. Over `slow_start_s` its load counts for
+more than it is, ten times at first, so that it gets a share that grows instead of all requests at once (the weight
+ramp of Envoy's slow start, for loads instead of weights). Who is there at the start of the process is taken as warm,
+and so is who was unready for less than `BLIP_S`: no engine restarts that fast, so its cache is still there.
+
 Load of an endpoint = work that this process sent and has not seen end + the same of the other service processes. The
 work of a request is its prompt's bytes (`content-length`) plus a constant for its answer, since prompts differ by
 more than a hundred times and a count of requests cannot see a giant one in front of the queue; see `request_work`.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # What a request costs beside its prompt, in bytes of prompt: about 1,000 tokens. It is all that counts when no length
 # is known, and then load is the number of requests.
 ANSWER_WORK = 4096
+# The share that an endpoint starts with; Envoy's default for its own slow start.
+SLOW_START_SHARE = 0.1
+BLIP_S = 5.0
 
 
 def request_work(prompt_bytes: int) -> int:
@@ -37,20 +50,76 @@ class Endpoint:
     inflight_elsewhere: int = 0
     work_elsewhere: int = 0
     failures: int = 0
+    # Since when it is warming up, on the fleet's clock; None: warm.
+    joined_s: float | None = None
+    unready_since_s: float = 0.0
+    handicap: float = 1.0
     usable: bool = True
-    load: int = 0
+    load: float = 0.0
+
+
+class Found(NamedTuple):
+    """One endpoint as discovery sees it; address is ip:port."""
+
+    name: str
+    address: str
+    draining: bool = False
+
+
+class Changes(NamedTuple):
+    """What an update did, by endpoint name; `moved` ones kept their name and have another address."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    moved: tuple[str, ...]
 
 
 class Fleet:
     """All endpoints by name and address; the usable ones in one list for picks, and the load of those together."""
 
-    def __init__(self, endpoints: tuple[tuple[str, str], ...]) -> None:
-        """endpoints: (stable name, ip:port), both distinct."""
+    def __init__(
+        self,
+        endpoints: Iterable[tuple[str, str]] = (),
+        slow_start_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """endpoints: (stable name, ip:port), both distinct.  slow_start_s: 0: none."""
+        self._slow_start_s, self._clock = slow_start_s, clock
         self.endpoints = [Endpoint(name, address) for name, address in endpoints]
+        self._gone: list[Endpoint] = []
+        self._index()
+
+    def _index(self) -> None:
         self.by_name = {e.name: e for e in self.endpoints}
         self.by_address = {e.address: e for e in self.endpoints}
-        self.usable = list(self.endpoints)
-        self.usable_load = 0
+        assert len(self.by_name) == len(self.by_address) == len(self.endpoints), "names and addresses are distinct"
+        self.refresh()
+
+    def update(self, found: Iterable[Found], *, warm: bool = False) -> Changes:
+        """Make the fleet what was found, names and addresses both distinct; return what changed.
+
+        warm: take new ones as warm, as at the start of the process.
+        """
+        before, gone = self.by_name, {(e.name, e.address): e for e in self._gone}
+        endpoints, added, moved = list[Endpoint](), list[str](), list[str]()
+        for name, address, draining in found:
+            known = before.get(name)
+            if known is None or known.address != address:
+                (added if known is None else moved).append(name)
+                known = gone.get((name, address)) or Endpoint(name, address)
+                known.ready, known.failures = True, 0
+                known.joined_s = None if warm else self._clock()
+            known.draining = draining
+            endpoints.append(known)
+        staying = {id(e) for e in endpoints}
+        left = [e for e in (*self.endpoints, *self._gone) if id(e) not in staying]
+        for endpoint in left:
+            endpoint.usable = False
+        names = {e.name for e in endpoints}
+        removed = tuple(e.name for e in self.endpoints if e.name not in names)
+        self.endpoints, self._gone = endpoints, [e for e in left if e.inflight]
+        self._index()
+        return Changes(tuple(added), removed, tuple(moved))
 
     def charge(self, endpoint: Endpoint, work: int) -> None:
         """Count one more request in flight."""
@@ -79,30 +148,47 @@ class Fleet:
     def set_draining(self, endpoint: Endpoint, draining: bool) -> None:
         """Stop, or resume, sending new requests to the endpoint."""
         endpoint.draining = draining
-        self._refresh()
+        self.refresh()
 
     def set_elsewhere(self, inflight: Mapping[str, tuple[int, int]]) -> None:
         """Replace what the other processes have in flight; inflight: address -> (requests, work)."""
         for endpoint in self.endpoints:
             endpoint.inflight_elsewhere, endpoint.work_elsewhere = inflight.get(endpoint.address, (0, 0))
-        self._refresh()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Compute anew what is derived; called now and then too, so that slow starts go on."""
+        now = self._clock()
+        for endpoint in self.endpoints:
+            endpoint.usable = endpoint.ready and not endpoint.draining
+            endpoint.handicap = self._handicap(endpoint, now)
+            endpoint.load = (endpoint.work + endpoint.work_elsewhere) * endpoint.handicap
+        self.usable = [e for e in self.endpoints if e.usable]
+        self.usable_load = sum(e.load for e in self.usable)
+
+    def _handicap(self, endpoint: Endpoint, now: float) -> float:
+        if endpoint.joined_s is None or not self._slow_start_s:
+            return 1.0
+        share = (now - endpoint.joined_s) / self._slow_start_s
+        if share >= 1:
+            endpoint.joined_s = None
+            return 1.0
+        return 1 / max(share, SLOW_START_SHARE)
 
     def _add(self, endpoint: Endpoint, work: int) -> None:
         endpoint.work += work
-        endpoint.load += work
+        load = work * endpoint.handicap
+        endpoint.load += load
         if endpoint.usable:
-            self.usable_load += work
+            self.usable_load += load
 
     def _set_ready(self, endpoint: Endpoint, ready: bool) -> bool:
         if endpoint.ready == ready:
             return False
-        endpoint.ready = ready
-        self._refresh()
+        endpoint.ready, now = ready, self._clock()
+        if not ready:
+            endpoint.unready_since_s = now
+        elif now - endpoint.unready_since_s >= BLIP_S:
+            endpoint.joined_s = now
+        self.refresh()
         return True
-
-    def _refresh(self) -> None:
-        for endpoint in self.endpoints:
-            endpoint.usable = endpoint.ready and not endpoint.draining
-            endpoint.load = endpoint.work + endpoint.work_elsewhere
-        self.usable = [e for e in self.endpoints if e.usable]
-        self.usable_load = sum(e.load for e in self.usable)

@@ -13,7 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from service.dispatch import pick
 from service.errors import NoReadyEndpoint
 from service.fleet import Endpoint, Fleet
-from service.keys import format_hash, hash_key
+from service.keys import format_hash, hash_key, normalise
 from service.settings import ServiceSettings
 from service.table import Current
 from service.telemetry import Telemetry
@@ -48,6 +48,7 @@ def build_app(
                         "draining": e.draining,
                         "inflight": e.inflight,
                         "inflight_elsewhere": e.inflight_elsewhere,
+                        "warming": e.joined_s is not None,
                     }
                     for e in fleet.endpoints
                 ]
@@ -67,10 +68,9 @@ def build_app(
         )
 
     async def explain(request: web.Request) -> web.Response:
-        key = request.query.get("key")
-        if not key:
+        raw = normalise(request.query.get("key", "").encode(errors="surrogateescape"))
+        if not raw:
             return _json({"error": "name the key: /explain?key=K"}, 400)
-        raw = key.encode()
         usable_key = len(raw) <= settings.key_max_bytes
         key_hash, table = hash_key(raw, settings.key_salt.encode()), current.table
         targets = table.targets.get(key_hash, ()) if usable_key else ()

@@ -9,17 +9,18 @@ import os
 import socket
 from collections.abc import Mapping
 from ipaddress import ip_address
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service.dispatch import SPILL_FACTOR
 from service.errors import InvalidInput
+from service.keys import check_source, normalise
 
 PREFIX = "CACHEROUTE_"
-# The planner's and the engine patch's own variables, and where the tests find whole traces.
-OTHER_ROOMS = ("CACHEROUTE_PLANNER_", "CACHEROUTE_ENGINE_", "CACHEROUTE_TRACES")
+# The planner's and the engine patch's own variables, and where the tests find whole traces and keep Envoys.
+OTHER_ROOMS = ("CACHEROUTE_PLANNER_", "CACHEROUTE_ENGINE_", "CACHEROUTE_TRACES", "CACHEROUTE_ENVOY_CACHE")
 
 SALT_MIN_BYTES = 16
 # Settings that are also options of `cacheroute serve`.
@@ -30,6 +31,8 @@ OPTIONS = {
     "key_header": "--key-header",
     "redis_url": "--redis",
     "pool": "--pool",
+    "discover": "--discover",
+    "workers": "--workers",
 }
 
 CommaList = Annotated[tuple[str, ...], NoDecode]
@@ -42,7 +45,12 @@ class ServiceSettings(BaseSettings):
 
     listen: str = "0.0.0.0:9002"
     http: str = "127.0.0.1:9090"
+    workers: int = Field(default=1, ge=1, le=64)
     endpoint: CommaList = ()
+    discover: str = ""
+    discover_interval_s: float = Field(default=5.0, gt=0, le=3600)
+    dns_server: str = ""
+    slow_start_s: float = Field(default=30.0, ge=0, le=3600)
     key_header: CommaList = ("x-tenant-id",)
     key_salt: str = ""
     rate_keys_max: int = Field(default=1_000_000, ge=1)
@@ -62,10 +70,25 @@ class ServiceSettings(BaseSettings):
     probe_interval_s: float = Field(default=1.0, gt=0, le=3600)
     probe_timeout_s: float = Field(default=1.0, gt=0, le=60)
     probe_failures: int = Field(default=2, ge=1)
+    drain_notice_s: float = Field(default=1.0, ge=0, le=600)
     drain_s: float = Field(default=10.0, ge=0, le=3600)
+    # Bounds: what one client or one Envoy can make this process hold.
+    streams_max: int = Field(default=20_000, ge=1)
+    streams_per_connection: int = Field(default=256, ge=1, le=1_000_000)
+    message_max_bytes: int = Field(default=4 * 1024 * 1024, ge=65536)
+    body_echo: Literal["auto", "always", "never"] = "auto"
+    conformance: bool = False
+    key_inflight_max: int = Field(default=0, ge=0)
+    fleet_inflight_max: int = Field(default=0, ge=0)
+    fair_weight: CommaList = ()
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    tls_self_signed: bool = False
+    state_dir: str = ""
     log_level: str = Field(default="info", pattern=r"^(debug|info|warning|error)$")
 
-    @field_validator("endpoint", "key_header", mode="before")
+    @field_validator("endpoint", "key_header", "fair_weight", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -77,12 +100,33 @@ class ServiceSettings(BaseSettings):
     def _lower(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value:
             raise ValueError("name at least one header")
-        return tuple(name.lower() for name in value)
+        return tuple(check_source(name) for name in value)
+
+    @field_validator("fair_weight")
+    @classmethod
+    def _weights(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        parse_weights(value)
+        return value
 
     @field_validator("key_salt")
     @classmethod
     def _salt(cls, value: str) -> str:
         return check_salt(value)
+
+    @field_validator("discover")
+    @classmethod
+    def _discover(cls, value: str) -> str:
+        if value:
+            parse_discover(value)
+        return value
+
+    @field_validator("dns_server")
+    @classmethod
+    def _dns_server(cls, value: str) -> str:
+        if value:
+            host, _ = split_address(value)
+            ip_address(host)
+        return value
 
     @field_validator("listen", "http")
     @classmethod
@@ -108,9 +152,25 @@ def load_settings(environ: Mapping[str, str], **given: object) -> ServiceSetting
         settings = ServiceSettings(**chosen)  # type: ignore[arg-type]
     except ValidationError as exc:
         raise InvalidInput(describe(exc, PREFIX), "correct the option or variable") from exc
-    if not settings.endpoint:
-        raise InvalidInput("no endpoint is named", "give --endpoint NAME=IP:PORT or set CACHEROUTE_ENDPOINT")
+    if bool(settings.endpoint) == bool(settings.discover):
+        raise InvalidInput(
+            "endpoints are both named and to be discovered" if settings.discover else "no endpoint is named",
+            "give --endpoint NAME=IP:PORT (CACHEROUTE_ENDPOINT) or --discover (CACHEROUTE_DISCOVER), one of the two",
+        )
+    _check_tls(settings)
     return settings
+
+
+def _check_tls(settings: ServiceSettings) -> None:
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        raise InvalidInput("a certificate needs its key", "set both CACHEROUTE_TLS_CERT and CACHEROUTE_TLS_KEY")
+    if settings.tls_self_signed and settings.tls_cert:
+        raise InvalidInput(
+            "a certificate is given and a self-signed one is asked for",
+            "set either CACHEROUTE_TLS_CERT or CACHEROUTE_TLS_SELF_SIGNED",
+        )
+    if settings.tls_client_ca and not (settings.tls_cert or settings.tls_self_signed):
+        raise InvalidInput("clients are to be verified without TLS", "set CACHEROUTE_TLS_CERT and CACHEROUTE_TLS_KEY")
 
 
 def refuse_unknown(environ: Mapping[str, str], prefix: str, known: set[str], elsewhere: tuple[str, ...] = ()) -> None:
@@ -178,3 +238,43 @@ def parse_endpoints(values: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
         if twice:
             raise ValueError(f"endpoint {what} {', '.join(twice)} stands twice")
     return tuple(pairs)
+
+
+def parse_weights(values: tuple[str, ...]) -> dict[bytes, float]:
+    """Return normalised key -> weight of each `KEY=WEIGHT`; raise ValueError for a bad or repeated one."""
+    weights: dict[bytes, float] = {}
+    for value in values:
+        name, sep, number = value.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        key = normalise(name.encode())
+        if not sep or not key or not 0 < weight <= 1e6:
+            raise ValueError(f"{value!r} is not KEY=WEIGHT with a weight above 0")
+        if key in weights:
+            raise ValueError(f"{name!r} has two weights")
+        weights[key] = weight
+    return weights
+
+
+DISCOVER_FORMS = "dns:HOST:PORT, srv:NAME or k8s:NAMESPACE/SERVICE[:PORT-NAME]"
+
+
+def parse_discover(value: str) -> tuple[str, str, str]:
+    """Return (source, what to ask for, port) of a `discover` setting; the port is a number for dns, else a name or "".
+
+    Raise ValueError for anything but `DISCOVER_FORMS`.
+    """
+    source, _, rest = value.partition(":")
+    host, colon, port = rest.rpartition(":")
+    if source == "dns" and host and port.isdigit() and 0 < int(port) <= 65535:
+        return source, host, port
+    if source == "srv" and rest and not colon:
+        return source, rest, ""
+    if source == "k8s":
+        service, _, name = rest.partition(":")
+        namespace, slash, service_name = service.partition("/")
+        if namespace and slash and service_name and "/" not in service_name:
+            return source, service, name
+    raise ValueError(f"{value!r} is not {DISCOVER_FORMS}")

@@ -6,6 +6,7 @@ never appears; the decision metadata that Envoy logs carries its hash.
 
 import logging
 import sys
+import time
 from collections import Counter as Tally
 from collections.abc import Callable
 
@@ -22,6 +23,13 @@ from service.table import Current
 DESTINATION = "x-gateway-destination-endpoint"
 LB_NAMESPACE = "envoy.lb"
 SERVED = "x-gateway-destination-endpoint-served"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET = "x-gateway-destination-endpoint-subset"
+# What the gateway conformance suite sends and expects; only with the `conformance` setting.
+TEST_SELECTION = "test-epp-endpoint-selection"
+TEST_SERVED = "x-conformance-test-served-endpoint"
+# On a 429 or 503 of ours: why, for clients and access logs.
+DROPPED_REASON = "x-cacheroute-dropped-reason"
 EXT_PROC_ATTRIBUTES = "envoy.filters.http.ext_proc"
 ATTRIBUTE_UPSTREAM = "upstream.address"
 ATTRIBUTE_ATTEMPTS = "upstream.request_attempt_count"
@@ -48,6 +56,23 @@ def configure_logging(level: str) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
+
+
+class Seldom:
+    """Lets one log line a cause through a minute, for faults that come with requests; the rest is in the counters."""
+
+    def __init__(self, period_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """Remember causes, so these must come from a short list."""
+        self._period_s, self._clock = period_s, clock
+        self._next: dict[str, float] = {}
+
+    def may(self, cause: str) -> bool:
+        """Return whether a line about this cause may be written now."""
+        now = self._clock()
+        if now < self._next.get(cause, 0.0):
+            return False
+        self._next[cause] = now + self._period_s
+        return True
 
 
 class Telemetry:
@@ -80,7 +105,46 @@ class Telemetry:
             "cacheroute_served_unknown", "Responses from an address that is no endpoint of ours.", registry=registry
         )
         self.keys_rejected = Counter(
-            "cacheroute_keys_rejected", "Keys not used because they are longer than allowed.", registry=registry
+            "cacheroute_keys_rejected",
+            "Keys not used: longer than allowed (too_long), or no text (not_utf8).",
+            ["cause"],
+            registry=registry,
+        )
+        self.shadow = Counter(
+            "cacheroute_shadow",
+            "Requests decided in observability mode, by whether the endpoint that served was our pick.",
+            ["agrees"],
+            registry=registry,
+        )
+        self.streams_refused = Counter(
+            "cacheroute_streams_refused", "Streams closed unanswered because too many are open.", registry=registry
+        )
+        self.faults = Counter(
+            "cacheroute_faults", "Faults of ours on the request path; the stream was closed.", registry=registry
+        )
+        self.discovery_failures = Counter(
+            "cacheroute_discovery_failures",
+            "Answers of the discovery that were not used; the last fleet stays.",
+            ["cause"],
+            registry=registry,
+        )
+        self.discovery_changes = Counter(
+            "cacheroute_discovery_changes",
+            "Endpoints that discovery added, removed or moved.",
+            ["change"],
+            registry=registry,
+        )
+        self.tls_reloads = Counter(
+            "cacheroute_tls_reloads", "Certificates taken into service without a restart.", registry=registry
+        )
+        self.tls_failures = Counter(
+            "cacheroute_tls_failures", "Certificates not taken; the last good one stays.", ["cause"], registry=registry
+        )
+        self.table_file_failures = Counter(
+            "cacheroute_table_file_failures",
+            "Times the copy of the table on disk could not be used or written.",
+            ["cause"],
+            registry=registry,
         )
         self.readiness_changes = Counter(
             "cacheroute_readiness_changes",
