@@ -1,6 +1,8 @@
 """Builds a plan from rates: admission, then placement, then the plan value and a report about it.
 
-The result depends on rates, endpoint names and parameters alone: the same input gives the same bytes.
+The result depends on rates, endpoint names, parameters and the previous plan alone: the same input gives the same
+bytes. A previous plan matters in two ways: its keys are favoured in admission, and, with the method `sticky`, stay on
+their endpoints. Endpoints are matched by name; those that are to get nothing (draining) are simply not named.
 """
 
 import math
@@ -9,16 +11,19 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from planner.admission import admit
+from planner.admission import Rules, admit
 from planner.placement import place
 from planner.rates import KeyRates
+from planner.sticky import Ints, Limits, Outcome, Previous, place_sticky
 from service.errors import InvalidInput
 from service.plan import Parameters, Plan, check
 
-METHOD = "lpt"
+Method = Literal["sticky", "lpt"]
 MAX_SLOTS = 2**32 - 1  # the plan's field
 
 
@@ -41,10 +46,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A plan, its numbers, and how long its two steps took."""
+    """A plan, its numbers, how its placement ended, and how long its two steps took."""
 
     plan: Plan
     shape: Shape
+    outcome: Outcome
     admit_ms: float
     place_ms: float
 
@@ -53,51 +59,99 @@ def build(
     rates: KeyRates,
     endpoints: Sequence[str],
     *,
-    slots_per_endpoint: int,
-    replica_cap_rps: float,
+    rules: Rules,
     key_check: int,
+    previous: Plan | None = None,
+    method: Method = "sticky",
+    limits: Limits | None = None,
 ) -> Built:
     """Return the plan for `rates` on the named endpoints; raise InvalidInput for a parameter out of range.
 
+    previous: the plan in service, None: there is none.  limits: of `sticky`.
     About 4 ms for 128,824 keys on 30 endpoints of 128 slots, and as much again for checking the result.
     """
-    _refuse(endpoints, slots_per_endpoint, replica_cap_rps)
+    limits = limits or Limits()
+    _refuse(endpoints, rules, limits)
+    if previous is not None and previous.key_check != key_check:
+        raise InvalidInput("the previous plan was built with another salt", "set the same CACHEROUTE_KEY_SALT")
     began = time.perf_counter()
     admission = admit(
         rates.key_hashes,
         rates.rates_rps,
         endpoints=len(endpoints),
-        slots_per_endpoint=slots_per_endpoint,
-        replica_cap_rps=replica_cap_rps,
+        rules=rules,
+        previous_copies=None if previous is None else _previous_copies(rates, previous),
+        prefix_tokens=rates.prefix_tokens,
     )
-    admitted_rates = rates.rates_rps[admission.rows].tolist()
-    admitted_rps = math.fsum(admitted_rates)
+    admitted_rates = rates.rates_rps[admission.rows]
+    admitted_rps = math.fsum(admitted_rates.tolist())
     admitted = time.perf_counter()
-    placement = place(
-        admitted_rates,
-        admission.copies.tolist(),
-        endpoints=len(endpoints),
-        cold_load_rps=max(0.0, rates.total_rps - admitted_rps) / len(endpoints),
-    )
+    cold_rps = max(0.0, rates.total_rps - admitted_rps) / len(endpoints)
+    outcome: Outcome = "fresh"
+    if previous is None or method == "lpt" or not len(previous):
+        placement = place(
+            admitted_rates.tolist(), admission.copies.tolist(), endpoints=len(endpoints), cold_load_rps=cold_rps
+        )
+    else:
+        placement, outcome = place_sticky(
+            admitted_rates,
+            admission.copies,
+            endpoints=len(endpoints),
+            cold_load_rps=cold_rps,
+            previous=where_they_were(previous, rates.key_hashes[admission.rows], endpoints),
+            limits=limits,
+        )
     placed = time.perf_counter()
     plan = Plan(
         endpoints=tuple(endpoints),
         key_hashes=array("Q", rates.key_hashes[admission.rows].tobytes()),
         target_offsets=placement.offsets,
         targets=placement.targets,
-        rates_rps=array("f", admitted_rates),
+        rates_rps=array("f", admitted_rates.tolist()),
         key_check=key_check,
         parameters=Parameters(
-            method=METHOD,
-            slots_per_endpoint=slots_per_endpoint,
-            replica_cap_rps=replica_cap_rps,
+            method=method,
+            slots_per_endpoint=rules.slots_per_endpoint,
+            replica_cap_rps=rules.replica_cap_rps,
             keys_seen=len(rates),
             rate_rps=rates.total_rps,
             admitted_rate_rps=admitted_rps,
         ),
     )
     check(plan)
-    return Built(plan, shape_of(plan), admit_ms=(admitted - began) * 1e3, place_ms=(placed - admitted) * 1e3)
+    return Built(plan, shape_of(plan), outcome, admit_ms=(admitted - began) * 1e3, place_ms=(placed - admitted) * 1e3)
+
+
+def where_they_were(previous: Plan, key_hashes: NDArray[np.uint64], endpoints: Sequence[str]) -> Previous:
+    """Return the previous targets of these keys as indexes of today's endpoints, those that are gone left out."""
+    index = {name: i for i, name in enumerate(endpoints)}
+    renamed = np.array([index.get(name, -1) for name in previous.endpoints], dtype=np.int64)
+    known = frozenset(int(i) for i in renamed if i >= 0)
+    hashes = np.asarray(previous.key_hashes, dtype=np.uint64)
+    offsets = np.asarray(previous.target_offsets, dtype=np.int64)
+    targets = renamed[np.asarray(previous.targets, dtype=np.int64)]
+    order = np.argsort(hashes)
+    at = np.minimum(np.searchsorted(hashes[order], key_hashes), max(0, len(hashes) - 1))
+    rows = order[at]
+    found = hashes[rows] == key_hashes
+    lengths = np.where(found, offsets[rows + 1] - offsets[rows], 0)
+    # One index into `targets` for each copy: the start of its key's row, and its place in it.
+    ends = np.cumsum(lengths)
+    flat = np.repeat(offsets[rows] - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
+    there = targets[flat]
+    of_key = np.repeat(np.arange(len(key_hashes)), lengths)[there >= 0]
+    kept = np.bincount(of_key, minlength=len(key_hashes))
+    return Previous(np.concatenate(([0], np.cumsum(kept))), there[there >= 0], known)
+
+
+def _previous_copies(rates: KeyRates, previous: Plan) -> Ints:
+    copies = np.zeros(len(rates), dtype=np.int64)
+    if len(rates) and len(previous):
+        hashes = np.asarray(previous.key_hashes, dtype=np.uint64)
+        at = np.minimum(np.searchsorted(rates.key_hashes, hashes), len(rates) - 1)
+        found = rates.key_hashes[at] == hashes
+        copies[at[found]] = np.diff(np.asarray(previous.target_offsets, dtype=np.int64))[found]
+    return copies
 
 
 def shape_of(plan: Plan) -> Shape:
@@ -132,6 +186,7 @@ def report_of(built: Built) -> dict[str, object]:
         "admitted_rate_share": shape.admitted_rate_share,
         "max_copies": shape.max_copies,
         "max_over_mean": shape.max_over_mean,
+        "outcome": built.outcome,
         "build_ms": built.admit_ms + built.place_ms,
         "sha256": built.plan.content_sha256(),
     }
@@ -174,13 +229,24 @@ def _names_from_file(path: Path) -> tuple[str, ...]:
     return tuple(first)
 
 
-def _refuse(endpoints: Sequence[str], slots_per_endpoint: int, replica_cap_rps: float) -> None:
+def _refuse(endpoints: Sequence[str], rules: Rules, limits: Limits) -> None:
     faults = []
     if not endpoints:
         faults.append("endpoints = 0 is below 1")
-    if not 1 <= slots_per_endpoint <= MAX_SLOTS:
-        faults.append(f"--slots {slots_per_endpoint} is not 1 to {MAX_SLOTS}")
-    if not 0 < replica_cap_rps < float("inf"):
-        faults.append(f"--replica-cap {replica_cap_rps:g} is not a number of requests/s above 0")
+    if not 1 <= rules.slots_per_endpoint <= MAX_SLOTS:
+        faults.append(f"--slots {rules.slots_per_endpoint} is not 1 to {MAX_SLOTS}")
+    if not 0 < rules.replica_cap_rps < float("inf"):
+        faults.append(f"--replica-cap {rules.replica_cap_rps:g} is not a number of requests/s above 0")
+    for option, value, most in (
+        ("--epsilon", limits.epsilon, 10.0),
+        ("--keys-budget", limits.keys_share, 1.0),
+        ("--rate-budget", limits.rate_share, 1.0),
+        ("--incumbent-bonus", rules.incumbent_bonus, 10.0),
+        ("--resident-s", rules.resident_s, 1e9),
+        ("--residency", rules.residency, 1e9),
+        ("--token-budget", float(rules.tokens_per_endpoint), 1e15),
+    ):
+        if not 0 <= value <= most:  # a NaN is refused too
+            faults.append(f"{option} {value:g} is not 0 to {most:g}")
     if faults:
         raise InvalidInput("; ".join(faults), "correct it and build again")

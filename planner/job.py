@@ -20,6 +20,7 @@ from typing import TypedDict
 
 import structlog
 
+from planner.admission import Rules
 from planner.build import Built, build
 from planner.rates import KeyRates, rates_from_windows
 from planner.settings import PlannerSettings
@@ -114,16 +115,16 @@ async def _attempt(store: Store, settings: PlannerSettings, clock: Callable[[], 
     if not len(rates):
         return _record("no_rates", head.version, head.epoch, rates, len(windows), durations_ms, None)
 
+    published_plan = await _published_plan(store, head, key_check)
     built = build(
         rates,
         settings.endpoint,
-        slots_per_endpoint=settings.slots_per_endpoint,
-        replica_cap_rps=settings.replica_cap_rps,
+        rules=Rules(slots_per_endpoint=settings.slots_per_endpoint, replica_cap_rps=settings.replica_cap_rps),
         key_check=key_check,
+        previous=published_plan,
     )
     durations_ms |= {"admit": built.admit_ms, "place": built.place_ms}
     comparing = time.perf_counter()
-    published_plan = await _published_plan(store, head, key_check)
     same = published_plan is not None and published_plan.assigns_as(built.plan)
     durations_ms["compare"] = _ms_since(comparing)
     if same:

@@ -30,26 +30,63 @@ def build(
     endpoints: Annotated[str, typer.Option(metavar="N|FILE", help="How many, or a file of one name a line.")],
     slots: Annotated[int, typer.Option(metavar="W", help="Keys that one endpoint keeps warm, on average.")],
     replica_cap: Annotated[float, typer.Option(metavar="Q", help="Requests/s of one key that one endpoint bears.")],
-    method: Annotated[Literal["lpt"], typer.Option(help="How keys are placed.")] = "lpt",
+    previous: Annotated[
+        Path | None, typer.Option(metavar="PLAN", help="The plan in service: its keys stay where they are if they can.")
+    ] = None,
+    method: Annotated[
+        Literal["sticky", "lpt"], typer.Option(help="sticky moves few keys; lpt deals all out anew.")
+    ] = "sticky",
+    epsilon: Annotated[float, typer.Option(metavar="E", help="Most load above the mean before a key moves.")] = 0.05,
+    keys_budget: Annotated[float, typer.Option(metavar="SHARE", help="Most keys that may move for balance.")] = 0.1,
+    rate_budget: Annotated[float, typer.Option(metavar="SHARE", help="Most of their rate that may.")] = 0.2,
+    copies_max: Annotated[int, typer.Option(min=0, metavar="K", help="Most copies of one key; 0: no limit.")] = 0,
+    incumbent_bonus: Annotated[
+        float, typer.Option(metavar="D", help="How much more the rate of a key counts that has slots already.")
+    ] = 0.25,
+    token_budget: Annotated[
+        int, typer.Option(min=0, metavar="B", help="Tokens an endpoint keeps warm, instead of slots (prefix_tokens).")
+    ] = 0,
+    resident_s: Annotated[
+        float, typer.Option(metavar="TAU", help="Seconds that an unused prefix stays in a cache; 0: not known.")
+    ] = 0.0,
+    residency: Annotated[
+        float, typer.Option(metavar="THETA", help="Least requests to a copy in that time for a key to get slots.")
+    ] = 0.5,
     out: Annotated[Path | None, typer.Option(metavar="PLAN", help="Write the plan here.")] = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Build a plan and print what it does; the same input gives the same bytes."""
+    """Build a plan and print what it does; the same input gives the same bytes.
+
+    outcome: `even`, no endpoint is more than E above the mean, or than fresh LPT could do; `budget`, the budget was
+    spent before that; `uneven`, no move leads there; `fresh`, all keys were dealt out anew.
+    """
+    from planner.admission import Rules
     from planner.build import build as build_plan
     from planner.build import endpoint_names, report_of
     from planner.rates import read_csv
+    from planner.sticky import Limits
     from replay.files import write_whole
     from service.keys import KEY_CHECK, hash_key
-    from service.plan import encode
+    from service.plan import decode, encode
 
-    del method  # it has one value, which the parser checks
     salt = _salt()
+    key_check = hash_key(KEY_CHECK, salt)
     built = build_plan(
-        read_csv(rates, salt=salt),
+        read_csv(rates, salt=salt, prefixes=token_budget > 0),
         endpoint_names(endpoints),
-        slots_per_endpoint=slots,
-        replica_cap_rps=replica_cap,
-        key_check=hash_key(KEY_CHECK, salt),
+        rules=Rules(
+            slots_per_endpoint=slots,
+            replica_cap_rps=replica_cap,
+            copies_max=copies_max,
+            incumbent_bonus=incumbent_bonus,
+            resident_s=resident_s,
+            residency=residency,
+            tokens_per_endpoint=token_budget,
+        ),
+        key_check=key_check,
+        previous=None if previous is None else decode(_read(previous), key_check=key_check),
+        method=method,
+        limits=Limits(epsilon=epsilon, keys_share=keys_budget, rate_share=rate_budget),
     )
     if out is not None:
         write_whole("--out", out, encode(built.plan))

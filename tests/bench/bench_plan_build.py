@@ -12,6 +12,7 @@ from statistics import NormalDist
 
 from stats import machine, spread
 
+from planner.admission import Rules
 from planner.build import Built, build
 from planner.rates import KeyRates
 from service.keys import KEY_CHECK, hash_key
@@ -50,8 +51,7 @@ def main() -> None:
         return build(
             measured,
             names,
-            slots_per_endpoint=slots_per_endpoint,
-            replica_cap_rps=REPLICA_CAP_RPS,
+            rules=Rules(slots_per_endpoint=slots_per_endpoint, replica_cap_rps=REPLICA_CAP_RPS),
             key_check=hash_key(KEY_CHECK),
         )
 

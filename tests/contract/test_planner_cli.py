@@ -26,6 +26,7 @@ REPORT = {
     "admitted_rate_share",
     "max_copies",
     "max_over_mean",
+    "outcome",
     "build_ms",
     "sha256",
 }

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,8 @@ class Racing(Store):
     async def publish(self, plan: Plan, *, expected: Head, actor: str, reason: str) -> Plan:
         if self.races:
             self.races -= 1
-            other = replace(plan, endpoints=plan.endpoints[::-1])
+            nothing = {"key_hashes": array("Q"), "target_offsets": array("I", [0]), "targets": array("I")}
+            other = replace(plan, **nothing, rates_rps=array("f"))
             await super().publish(other, expected=expected, actor="rival", reason="")
         return await super().publish(plan, expected=expected, actor=actor, reason=reason)
 

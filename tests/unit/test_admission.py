@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from planner.admission import admit
+from planner.admission import Rules, admit
 
 Keys = dict[int, float]
 
@@ -31,8 +31,7 @@ def admitted(
         hashes,
         rates_rps,
         endpoints=endpoints,
-        slots_per_endpoint=slots_per_endpoint,
-        replica_cap_rps=replica_cap_rps,
+        rules=Rules(slots_per_endpoint=slots_per_endpoint, replica_cap_rps=replica_cap_rps),
     )
     return list(zip(hashes[got.rows].tolist(), got.copies.tolist(), strict=True))
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.admission import Rules
 from planner.build import Built, build, endpoint_names, report_of, shape_of
 from planner.rates import KeyRates
 from service.errors import InvalidInput
@@ -25,8 +26,7 @@ def built(
     return build(
         KeyRates.of(rates.keys(), rates.values()),
         endpoints,
-        slots_per_endpoint=slots_per_endpoint,
-        replica_cap_rps=replica_cap_rps,
+        rules=Rules(slots_per_endpoint=slots_per_endpoint, replica_cap_rps=replica_cap_rps),
         key_check=hash_key(KEY_CHECK),
     )
 
@@ -56,6 +56,7 @@ def test_a_plan_by_hand() -> None:
         "admitted_rate_share": pytest.approx(15.5 / 15.8),
         "max_copies": 2,
         "max_over_mean": pytest.approx(5.6 * 3 / 15.8),
+        "outcome": "fresh",
         "sha256": plan.content_sha256(),
     }
 
