@@ -126,7 +126,6 @@ def where_they_were(previous: Plan, key_hashes: NDArray[np.uint64], endpoints: S
     """Return the previous targets of these keys as indexes of today's endpoints, those that are gone left out."""
     index = {name: i for i, name in enumerate(endpoints)}
     renamed = np.array([index.get(name, -1) for name in previous.endpoints], dtype=np.int64)
-    known = frozenset(int(i) for i in renamed if i >= 0)
     hashes = np.asarray(previous.key_hashes, dtype=np.uint64)
     offsets = np.asarray(previous.target_offsets, dtype=np.int64)
     targets = renamed[np.asarray(previous.targets, dtype=np.int64)]
@@ -141,7 +140,7 @@ def where_they_were(previous: Plan, key_hashes: NDArray[np.uint64], endpoints: S
     there = targets[flat]
     of_key = np.repeat(np.arange(len(key_hashes)), lengths)[there >= 0]
     kept = np.bincount(of_key, minlength=len(key_hashes))
-    return Previous(np.concatenate(([0], np.cumsum(kept))), there[there >= 0], known)
+    return Previous(np.concatenate(([0], np.cumsum(kept))), there[there >= 0])
 
 
 def _previous_copies(rates: KeyRates, previous: Plan) -> Ints:

@@ -14,8 +14,8 @@ it deals them out. Here a key stays where it is unless somebody has to move:
    brings it below, else the heaviest for which there is room. So few keys move, and middling ones: the many light ones
    stay, and so do those so heavy that their next endpoint would be above the bound.
 6. When no key can be moved alone, room is made for one: the fewest keys leave another endpoint for any that has room.
-7. A new endpoint is filled with heavy keys of the most loaded ones up to the floor, by `fill` of the mean in one cycle
-   at most, so that its cache warms up over a few cycles.
+7. An endpoint below the floor, as a new one is, gets heavy keys of the most loaded ones up to the floor, but no more
+   than `fill` of the mean in one cycle: its cache warms up over a few cycles.
 8. Rules 5 to 7 end when the cycle's budget, in keys or in rate, is spent. Rules 1 to 3 are never limited.
 9. When the bound is missed and budget is left, fresh LPT is taken if the budget bears it.
 
@@ -50,12 +50,11 @@ Outcome = Literal["even", "budget", "uneven", "fresh"]
 class Previous:
     """Where the keys were: row i had targets[offsets[i]:offsets[i + 1]], indexes of today's endpoints, distinct.
 
-    Endpoints that are gone are left out.  known: endpoints that the previous plan had, by index; the others are new.
+    Endpoints that are gone are left out.
     """
 
     offsets: Ints
     targets: Ints
-    known: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,14 @@ class Limits:
     """What one cycle may do.
 
     epsilon: by how much the most loaded endpoint may exceed the mean.  keys_share, rate_share: the most of the admitted
-    keys, and of their rate, that rules 5 to 9 move.  floor: least load of a new endpoint as a share of the mean.
-    fill: the most of the mean that it is given at a time.
+    keys, and of their rate, that rules 5 to 9 move.  floor: least load of an endpoint as a share of the mean, 0:
+    none.  fill: the most of the mean that an endpoint is given at a time.
     """
 
     epsilon: float = 0.05
     keys_share: float = 0.1
     rate_share: float = 0.2
-    floor: float = 0.9
+    floor: float = 0.8
     fill: float = 0.25
 
 
@@ -90,7 +89,8 @@ def place_sticky(
     `place`.  The same input gives the same result.  O(N) in numpy, and some µs for each copy that is new or moves.
     """
     board = _Board(rates_rps, copies, endpoints, cold_load_rps)
-    budget = _Budget(limits.keys_share * len(rates_rps), limits.rate_share * float(rates_rps.sum()))
+    keys_most, rate_most = limits.keys_share * len(rates_rps), limits.rate_share * float(rates_rps.sum())
+    budget = _Budget(keys_most, rate_most)
     bound = (1 + limits.epsilon) * board.mean
     # A copy heavier than the bound rules it out; otherwise fresh LPT is worth its time only if levelling fails.
     heaviest = cold_load_rps + float(board.shares.max(initial=0.0))
@@ -100,15 +100,18 @@ def place_sticky(
         bound = max(bound, *fresh.loads_rps)
     board.keep(previous, bound)
     board.deal()
+    board.dealt = board.flat.copy()
     outcome: Outcome = "even"
     if not board.level(bound, budget):
         fresh = fresh or place(rates_rps.tolist(), copies.tolist(), endpoints=endpoints, cold_load_rps=cold_load_rps)
         bound = max(bound, *fresh.loads_rps)
         if not board.level(bound, budget):
             outcome = "budget" if budget.spent else "uneven"
-            if not budget.spent and budget.bears(*board.difference(fresh)):
+            # In place of the moves made so far, not on top of them.
+            keys, rate_rps = board.difference(fresh)
+            if not budget.spent and keys <= keys_most and rate_rps <= rate_most:
                 return fresh, "fresh"
-    board.fill(sorted(set(range(endpoints)) - previous.known), limits, budget)
+    board.fill(limits, budget)
     return board.placement(), outcome
 
 
@@ -125,15 +128,12 @@ class _Budget:
         moves = list(moves)
         rows = self._moved.union(row for row, _ in moves)
         rate_rps = sum(share for _, share in moves)
-        if not self.bears(len(rows) - len(self._moved), rate_rps):
+        if len(rows) > self._keys or rate_rps > self._rate_rps:
             self.spent = True
             return False
         self._moved = rows
         self._rate_rps -= rate_rps
         return True
-
-    def bears(self, keys: int, rate_rps: float) -> bool:
-        return len(self._moved) + keys <= self._keys and rate_rps <= self._rate_rps
 
 
 class _Board:
@@ -145,6 +145,7 @@ class _Board:
         self.rows = np.repeat(np.arange(len(copies)), copies)
         self.shares = np.repeat(rates_rps / np.maximum(copies, 1), copies)
         self.flat = np.full(len(self.rows), -1, dtype=np.int64)
+        self.dealt = self.flat
         self.loads = np.full(endpoints, cold_load_rps)
         self.cold_load_rps = cold_load_rps
         self.mean = cold_load_rps + float(rates_rps.sum()) / endpoints
@@ -213,9 +214,9 @@ class _Board:
             for slot, target in moves:
                 self._move(slot, target)
 
-    def fill(self, new: list[int], limits: Limits, budget: _Budget) -> None:
+    def fill(self, limits: Limits, budget: _Budget) -> None:
         """Rule 7."""
-        for target in new:
+        for target in np.flatnonzero(self.loads < limits.floor * self.mean).tolist():
             goal = min(limits.floor * self.mean, float(self.loads[target]) + limits.fill * self.mean)
             while self.loads[target] < goal:
                 donor = int(self.loads.argmax())
@@ -227,10 +228,11 @@ class _Board:
                 self._move(slot, target)
 
     def difference(self, other: Placement) -> tuple[int, float]:
-        """Return how many keys have other targets there, and the rate that moves."""
+        """Return how many keys have other targets there than before levelling, and the rate that moves."""
         rows, rate_rps = 0, 0.0
         for row in range(len(self.copies)):
-            ours, theirs = self._targets(row), other.targets[other.offsets[row] : other.offsets[row + 1]]
+            ours = self.dealt[self.offsets[row] : self.offsets[row + 1]].tolist()
+            theirs = other.targets[other.offsets[row] : other.offsets[row + 1]]
             lost = len(set(ours) - set(theirs))
             rows += lost > 0
             rate_rps += lost * float(self.shares[self.offsets[row]])
@@ -253,8 +255,8 @@ class _Board:
                     break
                 if target not in self._targets(int(self.rows[slot])):
                     return [(slot, target)]
-        slot = self._heaviest(hot, target, room)
-        return [] if slot is None else [(slot, target)]
+        heaviest = self._heaviest(hot, target, room)
+        return [] if heaviest is None else [(heaviest, target)]
 
     def _exchange(self, hot: int, bound: float) -> list[tuple[int, int]]:
         """Return the fewest moves that take a key off `hot` and make room for it elsewhere, none if there are none."""

@@ -14,10 +14,10 @@ from planner.sticky import Limits, Previous, place_sticky
 UNLIMITED = Limits(keys_share=1.0, rate_share=1.0, floor=0.0)
 
 
-def previous_of(rows: list[list[int]], endpoints: int, known: frozenset[int] | None = None) -> Previous:
+def previous_of(rows: list[list[int]]) -> Previous:
     offsets = np.cumsum([0, *(len(row) for row in rows)])
     targets = np.array([t for row in rows for t in row], dtype=np.int64)
-    return Previous(offsets, targets, frozenset(range(endpoints)) if known is None else known)
+    return Previous(offsets, targets)
 
 
 def targets_of(placement: Placement) -> list[list[int]]:
@@ -35,14 +35,13 @@ def sticky(
     *,
     cold: float = 0.0,
     limits: Limits = UNLIMITED,
-    known: frozenset[int] | None = None,
 ) -> tuple[Placement, str]:
     return place_sticky(
         np.array(rates),
         np.array(copies, dtype=np.int64),
         endpoints=endpoints,
         cold_load_rps=cold,
-        previous=previous_of(rows, endpoints, known),
+        previous=previous_of(rows),
         limits=limits,
     )
 
@@ -137,7 +136,7 @@ def test_a_new_endpoint_fills_over_a_few_cycles() -> None:
     rows = [[i % 4] for i in range(400)]
     mean, limits, shares = sum(rates) / 5, Limits(0.5, 0.1, 0.2, floor=0.9, fill=0.25), list[float]()
     for _ in range(6):
-        made, _ = sticky(rates, [1] * 400, rows, 5, limits=limits, known=frozenset(range(4)))
+        made, _ = sticky(rates, [1] * 400, rows, 5, limits=limits)
         moved = sum(a != b for a, b in zip(targets_of(made), rows, strict=True))
         assert moved <= 40
         rows = targets_of(made)
