@@ -4,9 +4,12 @@ CacheRouteError                                            caught by            
 + InvalidInput         a value from outside is unusable    planner.cli.main     exit 2, nothing was started or written
 + InvalidPlan          a plan breaks its own rules         service.feed / CLI   keep the last table, count it / exit 3
 + PlanConflict         somebody published first            planner.job / CLI    plan again from the newer head / exit 4
++ NotLeading           another planner holds the lease     planner.job / CLI    stand by / exit 4
++ PlanFrozen           an operator keeps planners away     planner.cycle        record it and wait
 + StoreUnavailable     Redis cannot be reached             service.feed / CLI   go on with the last table / exit 5
 + ServerUnavailable    another server cannot be reached    planner.cli.main     exit 5
-+ NoReadyEndpoint      nothing to pick from                service.extproc      ImmediateResponse 503
++ NoReadyEndpoint      nothing to pick from                service.answers      ImmediateResponse 503
++ DiscoveryFailed      the fleet cannot be found out       service.discovery    keep the last fleet, count it, ask again
 """
 
 
@@ -54,6 +57,26 @@ class PlanConflict(CacheRouteError):
         self.published_version = published_version
 
 
+class NotLeading(CacheRouteError):
+    """A planner tried what only the one that leads may do; `leader` is who that is, empty: nobody at the moment."""
+
+    exit_code = 4
+
+    def __init__(self, leader: str) -> None:
+        super().__init__(
+            f"planner {leader} leads this pool; wait until it ends, or take the lead with --force"
+            if leader
+            else "this planner lost its lease in the middle of a cycle; nothing was published"
+        )
+        self.leader = leader
+
+
+class PlanFrozen(CacheRouteError):
+    """An operator froze the pool's plan; only operators publish."""
+
+    exit_code = 3
+
+
 class StoreUnavailable(CacheRouteError):
     """Redis cannot be reached, or answers with an error that is not ours; chained to the client's exception."""
 
@@ -72,3 +95,15 @@ class NoReadyEndpoint(CacheRouteError):
     def __init__(self, endpoints: int) -> None:
         super().__init__(f"none of {endpoints} endpoints is ready")
         self.endpoints = endpoints
+
+
+class DiscoveryFailed(CacheRouteError):
+    """Where the endpoints are to be found cannot be asked, or answers nothing usable.
+
+    cause: a short word for metrics.  remedy: what to do about it.
+    """
+
+    def __init__(self, cause: str, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.cause = cause
+        self.remedy = remedy

@@ -5,17 +5,23 @@ never appears; the decision metadata that Envoy logs carries its hash.
 """
 
 import logging
+import math
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from structlog.tracebacks import ExceptionDictTransformer
 
 from service.dispatch import REASONS, Reason
+from service.fairness import Fairness
 from service.fleet import Fleet
 from service.table import Current
 
@@ -41,6 +47,10 @@ PLAN_VERSION = "plan_version"
 PLAN_AGE_S = "plan_age_s"
 KEY_HASH = "key_hash"
 
+# Of the process that supervises workers.
+WORKER_UP = "cacheroute_worker_up"
+WORKER_RESTARTS = "cacheroute_worker_restarts"
+
 PICK_BUCKETS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2, 0.1)
 
 
@@ -48,9 +58,11 @@ def configure_logging(level: str) -> None:
     """Log JSON lines to standard error."""
     structlog.configure(
         processors=[
+            structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.dict_tracebacks,
+            # Without local variables, which can hold keys and passwords.
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
@@ -89,12 +101,12 @@ class Telemetry:
         self.refused = Counter(
             "cacheroute_refused", "Requests answered at once instead of routed.", ["cause"], registry=registry
         )
-        self.decide_seconds = Histogram(
+        self.decide_seconds = Durations(
             "cacheroute_decide_seconds",
             "Time from a request's headers to the reply, inside this process.",
-            buckets=PICK_BUCKETS_S,
-            registry=registry,
+            PICK_BUCKETS_S,
         )
+        registry.register(self.decide_seconds)
         self.elsewhere = Counter(
             "cacheroute_served_elsewhere",
             "Responses that another endpoint gave than the first of the pick.",
@@ -121,6 +133,9 @@ class Telemetry:
         )
         self.faults = Counter(
             "cacheroute_faults", "Faults of ours on the request path; the stream was closed.", registry=registry
+        )
+        self.malformed = Counter(
+            "cacheroute_malformed", "Streams closed because a message was no ProcessingRequest.", registry=registry
         )
         self.discovery_failures = Counter(
             "cacheroute_discovery_failures",
@@ -159,16 +174,59 @@ class Telemetry:
             ["cause"],
             registry=registry,
         )
+        self.plan_unknown = Counter(
+            "cacheroute_plan_endpoints_unknown",
+            "Endpoints that a plan named when it came into service and the fleet lacked.",
+            registry=registry,
+        )
         self.store_failures = Counter(
             "cacheroute_store_failures", "Redis calls that failed, by what they were for.", ["call"], registry=registry
         )
         self.rates_dropped = Counter(
             "cacheroute_rates_dropped", "Requests whose count never reached Redis.", registry=registry
         )
+        self.rates_sketched = Counter(
+            "cacheroute_rates_sketched",
+            "Requests of keys beyond rate_keys_max, counted by estimate.",
+            registry=registry,
+        )
+
+    def forget_endpoint(self, name: str) -> None:
+        """Drop the counters of an endpoint that left: names of pods have no end."""
+        for key in [key for key in self.served if key[0] == name]:
+            del self.served[key]
+        self.elsewhere.remove_by_labels({"endpoint": name})
+        self.readiness_changes.remove_by_labels({"endpoint": name})
 
     def watch(self, fleet: Fleet, current: Current, clock: Callable[[], float]) -> None:
         """Export the state of fleet and table, read when scraped instead of updated when changed."""
         self.registry.register(_State(fleet, current, clock))
+
+    def watch_limits(self, fairness: Fairness, age_s: Callable[[], float]) -> None:
+        """Export how full the fleet is; age_s: how long ago leases were given."""
+        self.registry.register(_Limits(fairness, age_s))
+
+
+class Durations(Collector):
+    """A histogram of plain numbers, as above: a Histogram's lock and buckets cost ten times as much."""
+
+    def __init__(self, name: str, help_text: str, bounds_s: Sequence[float]) -> None:
+        """bounds_s: upper ends of the buckets, rising."""
+        self._name, self._help, self._bounds = name, help_text, bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> list[Metric]:
+        """Return the one family."""
+        family = HistogramMetricFamily(self._name, self._help)
+        ends = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]  # type: ignore[no-untyped-call]
+        family.add_metric([], list(zip(ends, accumulate(self._counts), strict=True)), self._sum)
+        return [family]
 
 
 class _Requests(Collector):
@@ -218,3 +276,21 @@ class _State(Collector):
                 family.add_metric([endpoint.name], value(endpoint))
             metrics.append(family)
         return metrics
+
+
+class _Limits(Collector):
+    def __init__(self, fairness: Fairness, age_s: Callable[[], float]) -> None:
+        self._fairness, self._age_s = fairness, age_s
+
+    def collect(self) -> list[Metric]:
+        one = self._fairness
+        return [
+            GaugeMetricFamily(name, text, value)
+            for name, text, value in (
+                ("cacheroute_lease_age_seconds", "Time since leases were given, +Inf: never.", self._age_s()),
+                ("cacheroute_fair_keys", "Keys that this process's limits know of.", one.keys),
+                ("cacheroute_fair_processes", "Processes that share the limits, as last seen.", one.processes),
+                ("cacheroute_fleet_demand", "Requests in flight or just refused, all processes.", one.demand),
+                ("cacheroute_fleet_full", "1 while keys are held to their share.", float(one.full)),
+            )
+        ]

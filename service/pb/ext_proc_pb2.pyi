@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ProcessingRequest(_message.Message):
-    __slots__ = ("request_headers", "response_headers", "request_body", "response_body", "request_trailers", "response_trailers", "metadata_context", "attributes")
+    __slots__ = ("request_headers", "response_headers", "request_body", "response_body", "request_trailers", "response_trailers", "metadata_context", "attributes", "observability_mode", "protocol_config")
     class AttributesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,8 @@ class ProcessingRequest(_message.Message):
     RESPONSE_TRAILERS_FIELD_NUMBER: _ClassVar[int]
     METADATA_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
+    OBSERVABILITY_MODE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_CONFIG_FIELD_NUMBER: _ClassVar[int]
     request_headers: HttpHeaders
     response_headers: HttpHeaders
     request_body: HttpBody
@@ -33,7 +35,31 @@ class ProcessingRequest(_message.Message):
     response_trailers: HttpTrailers
     metadata_context: Metadata
     attributes: _containers.MessageMap[str, _struct_pb2.Struct]
-    def __init__(self, request_headers: _Optional[_Union[HttpHeaders, _Mapping]] = ..., response_headers: _Optional[_Union[HttpHeaders, _Mapping]] = ..., request_body: _Optional[_Union[HttpBody, _Mapping]] = ..., response_body: _Optional[_Union[HttpBody, _Mapping]] = ..., request_trailers: _Optional[_Union[HttpTrailers, _Mapping]] = ..., response_trailers: _Optional[_Union[HttpTrailers, _Mapping]] = ..., metadata_context: _Optional[_Union[Metadata, _Mapping]] = ..., attributes: _Optional[_Mapping[str, _struct_pb2.Struct]] = ...) -> None: ...
+    observability_mode: bool
+    protocol_config: ProtocolConfiguration
+    def __init__(self, request_headers: _Optional[_Union[HttpHeaders, _Mapping]] = ..., response_headers: _Optional[_Union[HttpHeaders, _Mapping]] = ..., request_body: _Optional[_Union[HttpBody, _Mapping]] = ..., response_body: _Optional[_Union[HttpBody, _Mapping]] = ..., request_trailers: _Optional[_Union[HttpTrailers, _Mapping]] = ..., response_trailers: _Optional[_Union[HttpTrailers, _Mapping]] = ..., metadata_context: _Optional[_Union[Metadata, _Mapping]] = ..., attributes: _Optional[_Mapping[str, _struct_pb2.Struct]] = ..., observability_mode: _Optional[bool] = ..., protocol_config: _Optional[_Union[ProtocolConfiguration, _Mapping]] = ...) -> None: ...
+
+class ProtocolConfiguration(_message.Message):
+    __slots__ = ("request_body_mode", "response_body_mode")
+    class BodySendMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[ProtocolConfiguration.BodySendMode]
+        STREAMED: _ClassVar[ProtocolConfiguration.BodySendMode]
+        BUFFERED: _ClassVar[ProtocolConfiguration.BodySendMode]
+        BUFFERED_PARTIAL: _ClassVar[ProtocolConfiguration.BodySendMode]
+        FULL_DUPLEX_STREAMED: _ClassVar[ProtocolConfiguration.BodySendMode]
+        GRPC: _ClassVar[ProtocolConfiguration.BodySendMode]
+    NONE: ProtocolConfiguration.BodySendMode
+    STREAMED: ProtocolConfiguration.BodySendMode
+    BUFFERED: ProtocolConfiguration.BodySendMode
+    BUFFERED_PARTIAL: ProtocolConfiguration.BodySendMode
+    FULL_DUPLEX_STREAMED: ProtocolConfiguration.BodySendMode
+    GRPC: ProtocolConfiguration.BodySendMode
+    REQUEST_BODY_MODE_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_BODY_MODE_FIELD_NUMBER: _ClassVar[int]
+    request_body_mode: ProtocolConfiguration.BodySendMode
+    response_body_mode: ProtocolConfiguration.BodySendMode
+    def __init__(self, request_body_mode: _Optional[_Union[ProtocolConfiguration.BodySendMode, str]] = ..., response_body_mode: _Optional[_Union[ProtocolConfiguration.BodySendMode, str]] = ...) -> None: ...
 
 class ProcessingResponse(_message.Message):
     __slots__ = ("request_headers", "response_headers", "request_body", "response_body", "request_trailers", "response_trailers", "immediate_response", "dynamic_metadata")
@@ -64,12 +90,16 @@ class HttpHeaders(_message.Message):
     def __init__(self, headers: _Optional[_Union[HeaderMap, _Mapping]] = ..., end_of_stream: _Optional[bool] = ...) -> None: ...
 
 class HttpBody(_message.Message):
-    __slots__ = ("body", "end_of_stream")
+    __slots__ = ("body", "end_of_stream", "end_of_stream_without_message", "grpc_message_compressed")
     BODY_FIELD_NUMBER: _ClassVar[int]
     END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
+    END_OF_STREAM_WITHOUT_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    GRPC_MESSAGE_COMPRESSED_FIELD_NUMBER: _ClassVar[int]
     body: bytes
     end_of_stream: bool
-    def __init__(self, body: _Optional[bytes] = ..., end_of_stream: _Optional[bool] = ...) -> None: ...
+    end_of_stream_without_message: bool
+    grpc_message_compressed: bool
+    def __init__(self, body: _Optional[bytes] = ..., end_of_stream: _Optional[bool] = ..., end_of_stream_without_message: _Optional[bool] = ..., grpc_message_compressed: _Optional[bool] = ...) -> None: ...
 
 class HttpTrailers(_message.Message):
     __slots__ = ("trailers",)
@@ -96,7 +126,7 @@ class TrailersResponse(_message.Message):
     def __init__(self, header_mutation: _Optional[_Union[HeaderMutation, _Mapping]] = ...) -> None: ...
 
 class CommonResponse(_message.Message):
-    __slots__ = ("status", "header_mutation")
+    __slots__ = ("status", "header_mutation", "body_mutation")
     class ResponseStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTINUE: _ClassVar[CommonResponse.ResponseStatus]
@@ -105,9 +135,29 @@ class CommonResponse(_message.Message):
     CONTINUE_AND_REPLACE: CommonResponse.ResponseStatus
     STATUS_FIELD_NUMBER: _ClassVar[int]
     HEADER_MUTATION_FIELD_NUMBER: _ClassVar[int]
+    BODY_MUTATION_FIELD_NUMBER: _ClassVar[int]
     status: CommonResponse.ResponseStatus
     header_mutation: HeaderMutation
-    def __init__(self, status: _Optional[_Union[CommonResponse.ResponseStatus, str]] = ..., header_mutation: _Optional[_Union[HeaderMutation, _Mapping]] = ...) -> None: ...
+    body_mutation: BodyMutation
+    def __init__(self, status: _Optional[_Union[CommonResponse.ResponseStatus, str]] = ..., header_mutation: _Optional[_Union[HeaderMutation, _Mapping]] = ..., body_mutation: _Optional[_Union[BodyMutation, _Mapping]] = ...) -> None: ...
+
+class BodyMutation(_message.Message):
+    __slots__ = ("streamed_response",)
+    STREAMED_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    streamed_response: StreamedBodyResponse
+    def __init__(self, streamed_response: _Optional[_Union[StreamedBodyResponse, _Mapping]] = ...) -> None: ...
+
+class StreamedBodyResponse(_message.Message):
+    __slots__ = ("body", "end_of_stream", "end_of_stream_without_message", "grpc_message_compressed")
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
+    END_OF_STREAM_WITHOUT_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    GRPC_MESSAGE_COMPRESSED_FIELD_NUMBER: _ClassVar[int]
+    body: bytes
+    end_of_stream: bool
+    end_of_stream_without_message: bool
+    grpc_message_compressed: bool
+    def __init__(self, body: _Optional[bytes] = ..., end_of_stream: _Optional[bool] = ..., end_of_stream_without_message: _Optional[bool] = ..., grpc_message_compressed: _Optional[bool] = ...) -> None: ...
 
 class ImmediateResponse(_message.Message):
     __slots__ = ("status", "headers", "body", "details")

@@ -9,12 +9,14 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.messages import echo, refusal
 from service.pb import ext_proc_pb2 as ours
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import betterproto2
     import envoy_data_plane.envoy.config.core.v3 as core
+    import envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 as filters
     import envoy_data_plane.envoy.service.ext_proc.v3 as upstream
     import envoy_data_plane.envoy.type.v3 as envoy_type
     import envoy_data_plane.google.protobuf as well_known
@@ -32,6 +34,9 @@ PAIRS: dict[str, Any] = {
             "BodyResponse",
             "TrailersResponse",
             "CommonResponse",
+            "ProtocolConfiguration",
+            "BodyMutation",
+            "StreamedBodyResponse",
             "ImmediateResponse",
             "HeaderMutation",
         )
@@ -112,15 +117,39 @@ def test_we_read_what_upstream_writes(
         **{kind: upstream.HttpHeaders(headers=header_map, end_of_stream=end)},
         attributes={"envoy.filters.http.ext_proc": _struct(attrs)},
         metadata_context=core.Metadata(filter_metadata={"envoy.lb": _struct(attrs)}),
-        observability_mode=True,  # a field we do not know must not disturb the rest
+        observability_mode=end,
+        protocol_config=upstream.ProtocolConfiguration(
+            request_body_mode=filters.ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED,
+            response_body_mode=filters.ProcessingModeBodySendMode.GRPC,
+            send_body_without_waiting_for_header_response=True,  # a field we do not know must not disturb the rest
+        ),
     )
     read = ours.ProcessingRequest.FromString(bytes(message))
     assert read.WhichOneof("request") == kind
     part = getattr(read, kind)
     assert [(h.key, h.raw_value) for h in part.headers.headers] == pairs
-    assert part.end_of_stream == end
+    assert part.end_of_stream == read.observability_mode == end
+    modes = read.protocol_config
+    assert (modes.request_body_mode, modes.response_body_mode) == (4, 5)
     for struct in (read.attributes["envoy.filters.http.ext_proc"], read.metadata_context.filter_metadata["envoy.lb"]):
         assert {k: v.string_value for k, v in struct.fields.items()} == attrs
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["request_body", "response_body"]), st.binary(max_size=40), st.booleans(), st.booleans())
+def test_bodies_go_both_ways(kind: str, data: bytes, end: bool, compressed: bool) -> None:
+    """A body is read as upstream wrote it, and upstream reads what we send back of it."""
+    chunk = upstream.HttpBody(
+        body=data, end_of_stream=end, end_of_stream_without_message=end, grpc_message_compressed=compressed
+    )
+    read = ours.ProcessingRequest.FromString(bytes(upstream.ProcessingRequest(**{kind: chunk})))
+    assert read.WhichOneof("request") == kind
+    (reply,) = echo(kind, getattr(read, kind), 62_000)
+    name, part = betterproto2.which_one_of(upstream.ProcessingResponse().parse(reply), "response")
+    assert name == kind
+    assert part.response.body_mutation.streamed_response == upstream.StreamedBodyResponse(
+        body=data, end_of_stream=end, end_of_stream_without_message=end, grpc_message_compressed=compressed
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,12 +176,13 @@ def test_upstream_reads_what_we_write(pairs: list[tuple[str, bytes]], metadata: 
 
 
 def test_upstream_reads_an_immediate_response() -> None:
-    """Status, body and details of an immediate response arrive under their upstream fields."""
-    reply = ours.ProcessingResponse()
-    reply.immediate_response.status.code = 503
-    reply.immediate_response.body = b"none ready\n"
-    reply.immediate_response.details = "why"
-    read = upstream.ProcessingResponse().parse(reply.SerializeToString())
+    """Status, body, headers and details of an immediate response arrive under their upstream fields."""
+    read = upstream.ProcessingResponse().parse(refusal(429, "fair_share"))
     name, part = betterproto2.which_one_of(read, "response")
     assert name == "immediate_response"
-    assert (int(part.status.code), part.body, part.details) == (503, b"none ready\n", "why")
+    assert (int(part.status.code), part.details) == (429, "cacheroute_fair_share")
+    assert part.body.startswith(b"cacheroute: the fleet is full")
+    assert {o.header.key: o.header.raw_value for o in part.headers.set_headers} == {
+        "x-cacheroute-dropped-reason": b"fair-share",
+        "retry-after": b"1",
+    }

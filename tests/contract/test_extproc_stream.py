@@ -1,113 +1,22 @@
 """The external processor over real gRPC: what each stream is answered, and that a charge is always taken back."""
 
-import asyncio
 from collections.abc import AsyncIterator
-from random import Random
-from typing import Any
 
 import grpc
 import pytest
-from prometheus_client import CollectorRegistry
+from google.protobuf import json_format
 
-from service.__main__ import bind, new_server
-from service.extproc import ExternalProcessor
-from service.fleet import ANSWER_WORK, Endpoint, Fleet
-from service.keys import format_hash, hash_key
+from service.fleet import ANSWER_WORK, Found
+from service.keys import KeyReader, format_hash, hash_key
+from service.messages import Decisions
 from service.pb import ext_proc_pb2 as pb
-from service.rates import Rates
-from service.table import Current, Table
-from service.telemetry import Telemetry
-
-METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
-DESTINATION = "x-gateway-destination-endpoint"
-
-
-class Rig:
-    """A served processor over three endpoints, its state, and a client."""
-
-    def __init__(self) -> None:
-        self.fleet = Fleet((("a", "10.0.0.1:80"), ("b", "10.0.0.2:80"), ("c", "10.0.0.3:80")))
-        self.current = Current(Table(7, 1, 1000.0, {hash_key(b"acme"): ("b", "c"), hash_key(b"solo"): ("a",)}))
-        self.rates = Rates(30, 300)
-        self.telemetry = Telemetry(CollectorRegistry())
-        self.dead: list[str] = []
-        self.channel: grpc.aio.Channel
-
-    def on_dead(self, endpoint: Endpoint) -> None:
-        self.dead.append(endpoint.name)
-        self.fleet.connect_failed(endpoint)
-
-    def inflight(self) -> dict[str, int]:
-        return {e.name: e.inflight for e in self.fleet.endpoints}
-
-    def stream(self) -> Any:
-        return self.channel.stream_stream(
-            METHOD,
-            request_serializer=pb.ProcessingRequest.SerializeToString,
-            response_deserializer=pb.ProcessingResponse.FromString,
-        )()
-
-    async def settled(self) -> dict[str, int]:
-        """In-flight counts once the server has seen all streams end."""
-        async with asyncio.timeout(5):
-            while self.telemetry.registry.get_sample_value("cacheroute_streams"):
-                await asyncio.sleep(0.005)
-        return self.inflight()
+from tests.contract.extproc_rig import Rig, picked, request, response, served, set_headers
 
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
-    processor = ExternalProcessor(
-        rig.fleet,
-        rig.current,
-        rig.rates,
-        rig.telemetry,
-        Random(0),
-        key_headers=("x-tenant-id", "x-user"),
-        key_salt=b"",
-        key_max_bytes=64,
-        prompt_max_bytes=512 * 1024,
-        on_connect_failure=rig.on_dead,
-        clock=lambda: 1012.5,
-    )
-    server = new_server()
-    server.add_generic_rpc_handlers((processor.rpc(),))
-    port = bind(server, "127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        rig.channel = channel
+    async with served() as rig:
         yield rig
-    await server.stop(0)
-
-
-def request(**headers: str | bytes) -> pb.ProcessingRequest:
-    message = pb.ProcessingRequest()
-    message.request_headers.SetInParent()
-    for name, value in headers.items():
-        raw = value if isinstance(value, bytes) else value.encode()
-        message.request_headers.headers.headers.add(key=name.replace("_", "-"), raw_value=raw)
-    return message
-
-
-def response(status: str = "200", served: str = "", attempts: int = 1) -> pb.ProcessingRequest:
-    message = pb.ProcessingRequest()
-    message.response_headers.headers.headers.add(key=":status", raw_value=status.encode())
-    fields = message.attributes["envoy.filters.http.ext_proc"].fields
-    if served:
-        fields["upstream.address"].string_value = served
-    fields["upstream.request_attempt_count"].number_value = attempts
-    return message
-
-
-def picked(reply: pb.ProcessingResponse) -> list[str]:
-    """The list of a reply, after checking that header and metadata say the same."""
-    (option,) = reply.request_headers.response.header_mutation.set_headers
-    assert option.header.key == DESTINATION
-    assert option.append_action == pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-    value: str = option.header.raw_value.decode()
-    assert reply.dynamic_metadata.fields["envoy.lb"].struct_value.fields[DESTINATION].string_value == value
-    return value.split(",")
 
 
 async def test_planned_key_gets_its_targets_then_a_spare(rig: Rig) -> None:
@@ -138,13 +47,14 @@ async def test_planned_key_gets_its_targets_then_a_spare(rig: Rig) -> None:
         ({"x_tenant_id": "", "x_user": "solo"}, "planned", b"solo"),
         ({}, "cold", None),
         ({"x_tenant_id": "x" * 65}, "cold", None),
-        ({"x_tenant_id": b"\xff\xfe\x00"}, "cold", b"\xff\xfe\x00"),
+        ({"x_tenant_id": b"\xff\xfe\x00"}, "cold", None),
+        ({"x_tenant_id": "  solo\t"}, "planned", b"solo"),
     ],
 )
 async def test_first_present_header_is_the_key(
     rig: Rig, headers: dict[str, str | bytes], reason: str, counted: bytes | None
 ) -> None:
-    """Headers are tried in order, empty ones are absent, overlong ones are no key; bytes need not be UTF-8."""
+    """Headers are tried in order, empty ones are absent, those that are too long or no text are no key."""
     call = rig.stream()
     await call.write(request(**headers))
     reply = await call.read()
@@ -164,6 +74,26 @@ async def test_value_is_read_where_raw_value_is_absent(rig: Rig) -> None:
     assert picked(await call.read())[0] == "10.0.0.1:80"
     call.cancel()
     assert sum((await rig.settled()).values()) == 0
+
+
+async def test_the_first_of_two_headers_is_the_key(rig: Rig) -> None:
+    """A key header that stands twice counts with its first value: what is put in front decides."""
+    message = request(x_tenant_id="solo")
+    message.request_headers.headers.headers.add(key="x-tenant-id", raw_value=b"acme")
+    (reply,) = await rig.exchange(message)
+    assert picked(reply)[0] == "10.0.0.1:80"
+
+
+async def test_the_served_endpoint_is_known_from_metadata_alone(rig: Rig) -> None:
+    """A gateway that speaks the endpoint picker protocol, and tells no attributes, moves the charge as well."""
+    call = rig.stream()
+    await call.write(request(x_tenant_id="solo"))
+    await call.read()
+    await call.write(response(metadata="10.0.0.2:80"))
+    await call.read()
+    assert rig.inflight() == {"a": 0, "b": 1, "c": 0}
+    await call.done_writing()
+    assert await rig.settled() == {"a": 0, "b": 0, "c": 0}
 
 
 async def test_charge_moves_to_the_endpoint_that_served(rig: Rig) -> None:
@@ -255,31 +185,6 @@ async def test_in_flight_is_released_exactly_once(rig: Rig, ending: str) -> None
     assert await rig.settled() == {"a": 0, "b": 0, "c": 0}
 
 
-async def test_a_second_headers_message_is_not_charged_twice(rig: Rig) -> None:
-    """A misbehaving client that sends headers twice on one stream still holds one charge."""
-    call = rig.stream()
-    for _ in range(2):
-        await call.write(request(x_tenant_id="solo"))
-        await call.read()
-    assert sum(rig.inflight().values()) == 1
-    call.cancel()
-    assert sum((await rig.settled()).values()) == 0
-
-
-async def test_every_other_message_is_told_to_continue(rig: Rig) -> None:
-    """Bodies and trailers get the reply of their own kind, without changes; a stream may start with any of them."""
-    call = rig.stream()
-    for kind in ("response_headers", "request_body", "response_body", "request_trailers", "response_trailers"):
-        message = pb.ProcessingRequest()
-        getattr(message, kind).SetInParent()
-        await call.write(message)
-        reply = await call.read()
-        assert reply.WhichOneof("response") == kind
-        assert getattr(reply, kind).ByteSize() == 0
-    call.cancel()
-    assert sum((await rig.settled()).values()) == 0
-
-
 async def test_no_ready_endpoint_is_a_503(rig: Rig) -> None:
     """With nothing to pick the protocol's answer is an ImmediateResponse 503, not an error of the stream."""
     for endpoint in rig.fleet.endpoints:
@@ -291,3 +196,87 @@ async def test_no_ready_endpoint_is_a_503(rig: Rig) -> None:
     assert b"none of 3 endpoints is ready" in reply.immediate_response.body
     assert await call.read() == grpc.aio.EOF
     assert sum((await rig.settled()).values()) == 0
+
+
+async def test_what_a_client_is_told_has_a_cause_and_a_remedy(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    """A 503 of ours says why in a header, a counter, Envoy's details and one log line, and what to do about it."""
+    for endpoint in rig.fleet.endpoints:
+        rig.fleet.connect_failed(endpoint)
+    for _ in range(2):
+        (reply,) = await rig.exchange(request(x_tenant_id="acme"))
+    answer = reply.immediate_response
+    assert set_headers(answer.headers.set_headers) == {"x-cacheroute-dropped-reason": "no-ready-endpoint"}
+    assert answer.details == "cacheroute_no_ready_endpoint"
+    assert b"try again" in answer.body
+    assert rig.metric("refused_total", cause="no_ready_endpoint") == 2
+    assert "".join(capsys.readouterr()).count("requests are refused") == 1
+    assert sum((await rig.settled()).values()) == 0
+
+
+async def test_an_endpoint_that_left_meanwhile_still_counts(rig: Rig) -> None:
+    """A response of an endpoint that discovery took away since the pick is no response from an unknown address."""
+    call = rig.stream()
+    await call.write(request(x_tenant_id="solo"))
+    await call.read()
+    rig.fleet.update([Found("b", "10.0.0.2:80")])
+    await call.write(response(served="10.0.0.1:80"))
+    await call.read()
+    assert dict(rig.telemetry.served) == {("a", "2xx"): 1}
+    assert rig.metric("served_unknown_total") == 0
+    await call.done_writing()
+    await rig.settled()
+
+
+async def test_gateway_errors_in_a_row_eject(rig: Rig) -> None:
+    """An endpoint that answers 503 again and again leaves the picks, and the prober is told."""
+    for _ in range(20):
+        await rig.exchange(request(x_tenant_id="solo"), response("503", served="10.0.0.1:80"))
+    assert rig.ejected == ["a"]
+    assert not rig.fleet.by_name["a"].usable
+
+
+@pytest.mark.parametrize(("messages", "suspects"), [(1, ["a"]), (2, [])])
+async def test_a_request_that_ends_without_a_response_is_suspect(rig: Rig, messages: int, suspects: list[str]) -> None:
+    """The prober hears of an endpoint whose request ended before any response, and of no other."""
+    await rig.exchange(*[request(x_tenant_id="solo"), response(served="10.0.0.1:80")][:messages])
+    await rig.settled()
+    assert rig.suspects == suspects
+
+
+async def test_keys_that_are_not_used_are_counted_by_cause_and_logged_seldom(
+    rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One counter a cause, one line a minute with the remedy, and never the key."""
+    for _ in range(3):
+        await rig.exchange(request(x_tenant_id="secret" * 20))
+    await rig.exchange(request(x_tenant_id=b"secret\xff"))
+    assert rig.metric("keys_rejected_total", cause="too_long") == 3
+    assert rig.metric("keys_rejected_total", cause="not_utf8") == 1
+    printed = "".join(capsys.readouterr())
+    assert printed.count("CACHEROUTE_KEY_MAX_BYTES") == 1
+    assert printed.count("UTF-8") == 1
+    assert "secret" not in printed
+
+
+async def test_keys_come_from_authority_and_path_too() -> None:
+    """The sources are those of the key reader, whatever header or pseudo header they are."""
+    async with served(key_reader=KeyReader((":path/2", ":authority"), 64)) as rig:
+        for path in ("/v1/solo/x?y=1", "/v1"):
+            await rig.exchange(request(**{":path": path, ":authority": "Acme:8080"}))
+        batch = rig.rates.next_batch(1012.5)
+        assert batch is not None
+        assert batch.counts == {hash_key(b"solo"): 1, hash_key(b"acme"): 1}
+
+
+@pytest.mark.parametrize("key_hash", [None, 0, 1, 2**64 - 1])
+@pytest.mark.parametrize("age_s", [0.0, 12.3456, 1e9])
+@pytest.mark.parametrize("version", [0, 7, 2**40])
+def test_a_decision_is_written_as_it_is(key_hash: int | None, age_s: float, version: int) -> None:
+    """The part that is put together from pieces reads like one that is serialised whole, however often it is reused."""
+    decisions = Decisions()
+    for reason in ("planned", "cold", "planned"):
+        read = pb.ProcessingResponse.FromString(decisions.part(reason, version, age_s, key_hash))
+        expected = {"reason": reason, "plan_version": float(version), "plan_age_s": round(age_s, 3)}
+        if key_hash is not None:
+            expected["key_hash"] = format_hash(key_hash)
+        assert json_format.MessageToDict(read.dynamic_metadata) == {"cacheroute": expected}

@@ -1,0 +1,24 @@
+"""What is logged of a fault."""
+
+import json
+
+import pytest
+import structlog
+
+from service.telemetry import configure_logging
+
+
+def test_a_trace_has_no_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    """A logged exception says where it came from, and nothing of what the variables held: keys and secrets do."""
+    configure_logging("info")
+    try:
+        secret = "".join(("key-", "of-a-tenant"))
+        try:
+            raise ValueError(len(secret))
+        except ValueError:
+            structlog.get_logger().exception("broken")
+    finally:
+        structlog.reset_defaults()
+    line = capsys.readouterr().err
+    assert secret not in line
+    assert json.loads(line)["exception"][0]["frames"][0]["name"] == "test_a_trace_has_no_variables"
