@@ -4,7 +4,11 @@ Rules of readiness:
 1. An endpoint starts ready: refusing traffic before the first probe would turn a restart of the service into an outage.
 2. `probe_failures` failed probes in a row make it unready; one good probe makes it ready again.
 3. A failure that Envoy met while connecting makes it unready at once and asks for a probe.
-4. A draining endpoint gets no new requests, whatever its probes say.
+4. `GATEWAY_FAULTS` answers of 502, 503 or 504 in a row make it unready until a good probe, as long as at least half of
+   the endpoints that are not draining stay usable: a fault of the whole fleet must not become an outage. Other 5xx
+   are about one request (vLLM's 500) and say nothing about the next.
+5. A draining endpoint gets no new requests, whatever its probes say.
+6. One that joins and that nobody vouches for (DNS may list a pod that still loads its model) waits for a good probe.
 
 Membership: `update` takes what discovery found. An endpoint is the same one while name and address stay; one that is
 gone keeps the count of its requests in flight until they end, and has it still when it comes back meanwhile.
@@ -19,6 +23,7 @@ work of a request is its prompt's bytes (`content-length`) plus a constant for i
 more than a hundred times and a count of requests cannot see a giant one in front of the queue; see `request_work`.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +35,9 @@ ANSWER_WORK = 4096
 # The share that an endpoint starts with; Envoy's default for its own slow start.
 SLOW_START_SHARE = 0.1
 BLIP_S = 5.0
+# Envoy's default for consecutive gateway failures, and the statuses that it counts as such.
+GATEWAY_FAULTS = 5
+GATEWAY_STATUSES = frozenset({502, 503, 504})
 
 
 def request_work(prompt_bytes: int) -> int:
@@ -50,6 +58,7 @@ class Endpoint:
     inflight_elsewhere: int = 0
     work_elsewhere: int = 0
     failures: int = 0
+    gateway_faults: int = 0
     # Since when it is warming up, on the fleet's clock; None: warm.
     joined_s: float | None = None
     unready_since_s: float = 0.0
@@ -59,11 +68,12 @@ class Endpoint:
 
 
 class Found(NamedTuple):
-    """One endpoint as discovery sees it; address is ip:port."""
+    """One endpoint as discovery sees it; address is ip:port.  vouched: known to serve, so it needs no probe first."""
 
     name: str
     address: str
     draining: bool = False
+    vouched: bool = True
 
 
 class Changes(NamedTuple):
@@ -98,17 +108,19 @@ class Fleet:
     def update(self, found: Iterable[Found], *, warm: bool = False) -> Changes:
         """Make the fleet what was found, names and addresses both distinct; return what changed.
 
-        warm: take new ones as warm, as at the start of the process.
+        warm: take new ones as ready and warm, as at the start of the process.
         """
         before, gone = self.by_name, {(e.name, e.address): e for e in self._gone}
         endpoints, added, moved = list[Endpoint](), list[str](), list[str]()
-        for name, address, draining in found:
+        for name, address, draining, vouched in found:
             known = before.get(name)
             if known is None or known.address != address:
                 (added if known is None else moved).append(name)
                 known = gone.get((name, address)) or Endpoint(name, address)
-                known.ready, known.failures = True, 0
+                known.ready, known.failures, known.gateway_faults = vouched or warm, 0, 0
                 known.joined_s = None if warm else self._clock()
+                # However soon its first good probe comes, it is cold then.
+                known.unready_since_s = -math.inf
             known.draining = draining
             endpoints.append(known)
         staying = {id(e) for e in endpoints}
@@ -145,6 +157,18 @@ class Fleet:
         """Note that Envoy could not reach the endpoint; return whether that made it unready."""
         return self._set_ready(endpoint, False)
 
+    def answered(self, endpoint: Endpoint, status: int) -> bool:
+        """Note the status of an endpoint's response, 0 when unknown; return whether that made the endpoint unready."""
+        if status not in GATEWAY_STATUSES:
+            endpoint.gateway_faults = 0
+            return False
+        endpoint.gateway_faults += 1
+        if endpoint.gateway_faults < GATEWAY_FAULTS or not endpoint.usable:
+            return False
+        if 2 * (len(self.usable) - 1) < self._staying:
+            return False
+        return self._set_ready(endpoint, False)
+
     def set_draining(self, endpoint: Endpoint, draining: bool) -> None:
         """Stop, or resume, sending new requests to the endpoint."""
         endpoint.draining = draining
@@ -165,6 +189,7 @@ class Fleet:
             endpoint.load = (endpoint.work + endpoint.work_elsewhere) * endpoint.handicap
         self.usable = [e for e in self.endpoints if e.usable]
         self.usable_load = sum(e.load for e in self.usable)
+        self._staying = sum(not e.draining for e in self.endpoints)
 
     def _handicap(self, endpoint: Endpoint, now: float) -> float:
         if endpoint.joined_s is None or not self._slow_start_s:
@@ -185,7 +210,7 @@ class Fleet:
     def _set_ready(self, endpoint: Endpoint, ready: bool) -> bool:
         if endpoint.ready == ready:
             return False
-        endpoint.ready, now = ready, self._clock()
+        endpoint.ready, endpoint.gateway_faults, now = ready, 0, self._clock()
         if not ready:
             endpoint.unready_since_s = now
         elif now - endpoint.unready_since_s >= BLIP_S:

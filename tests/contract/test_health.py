@@ -1,0 +1,233 @@
+"""Readiness as probes of real servers find it, while the fleet changes."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from service.fleet import Changes, Endpoint, Fleet, Found
+from service.health import Prober
+from service.settings import ServiceSettings
+from service.telemetry import Telemetry
+
+PATIENCE_S = 20.0
+NEVER_S = 3600.0
+
+
+class Engines:
+    """Servers with a `/health` each, which answers as `status` says; 0: never."""
+
+    def __init__(self) -> None:
+        self.status: dict[str, int] = {}
+        self.probes: dict[str, int] = {}
+        self.address: dict[str, str] = {}
+        self._runners: list[web.AppRunner] = []
+
+    async def start(self, *names: str) -> None:
+        for name in names:
+            self.status[name], self.probes[name] = 200, 0
+
+            async def health(_: web.Request, name: str = name) -> web.Response:
+                self.probes[name] += 1
+                if not self.status[name]:
+                    await asyncio.sleep(NEVER_S)
+                return web.Response(status=self.status[name])
+
+            app = web.Application()
+            app.router.add_get("/health", health)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.address[name] = f"127.0.0.1:{runner.addresses[0][1]}"
+            self._runners.append(runner)
+
+    async def stop(self) -> None:
+        for runner in self._runners:
+            await runner.cleanup()
+
+    def found(self, *names: str, vouched: bool = True) -> list[Found]:
+        return [Found(name, self.address[name], vouched=vouched) for name in names]
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[Engines]:
+    engines = Engines()
+    await engines.start("a", "b", "c")
+    yield engines
+    await engines.stop()
+
+
+@contextlib.asynccontextmanager
+async def probing(fleet: Fleet, *, interval_s: float = 0.02) -> AsyncIterator[tuple[Prober, Telemetry]]:
+    telemetry = Telemetry(CollectorRegistry())
+    settings = ServiceSettings(
+        endpoint=("x=127.0.0.1:1",), probe_interval_s=interval_s, probe_timeout_s=0.5, probe_failures=2
+    )
+    prober = Prober(fleet, settings, telemetry)
+    task = asyncio.create_task(prober.run())
+    try:
+        yield prober, telemetry
+        assert not task.done(), "probing never ends by itself"
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def eventually(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it never came"
+        await asyncio.sleep(0.01)
+
+
+def watching() -> int:
+    """Return how many tasks probe."""
+    return sum("_watch" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+def told(telemetry: Telemetry, name: str, to: str, cause: str) -> float:
+    labels = {"endpoint": name, "to": to, "cause": cause}
+    return telemetry.registry.get_sample_value("cacheroute_readiness_changes_total", labels) or 0.0
+
+
+async def test_probes_come_and_go_with_the_fleet(engines: Engines) -> None:
+    """Who joins is probed, who leaves is not, who returns is again, and no task is left over."""
+    fleet = Fleet([("a", engines.address["a"])])
+    async with probing(fleet) as (prober, _):
+        await eventually(lambda: engines.probes["a"])
+        prober.changed(fleet.update(engines.found("b", "c")))
+        await eventually(lambda: engines.probes["b"] and engines.probes["c"])
+        seen = engines.probes["a"]
+        await eventually(lambda: engines.probes["b"] > seen + 20)
+        assert watching() == 2
+        assert engines.probes["a"] <= seen + 1, "one may have been on its way"
+        for _ in range(50):
+            prober.changed(fleet.update(engines.found("a", "b", "c")))
+            prober.changed(fleet.update(engines.found("b")))
+        prober.changed(fleet.update(engines.found("a")))
+        seen = engines.probes["a"]
+        await eventually(lambda: engines.probes["a"] > seen + 1)
+        assert watching() == 1
+
+
+async def test_the_fleet_may_change_before_probing_starts_and_after_it_ended(engines: Engines) -> None:
+    """Changes before `run` are found when it starts; those after its end are no error."""
+    fleet = Fleet()
+    telemetry = Telemetry(CollectorRegistry())
+    prober = Prober(fleet, ServiceSettings(endpoint=("x=127.0.0.1:1",)), telemetry)
+    prober.changed(fleet.update(engines.found("a")))
+    task = asyncio.create_task(prober.run())
+    await eventually(lambda: engines.probes["a"])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    prober.changed(fleet.update(engines.found("a", "b")))
+    prober.connect_failed(fleet.by_name["b"])
+
+
+async def test_one_that_nobody_vouches_for_is_probed_first(engines: Engines) -> None:
+    """A server that DNS lists while it loads gets nothing until its first good probe."""
+    engines.status["b"] = 503
+    fleet = Fleet([("a", engines.address["a"])])
+    async with probing(fleet) as (prober, telemetry):
+        prober.changed(fleet.update([*engines.found("a"), *engines.found("b", vouched=False)]))
+        await eventually(lambda: engines.probes["b"] > 5)
+        assert [e.name for e in fleet.usable] == ["a"]
+        engines.status["b"] = 200
+        await eventually(lambda: len(fleet.usable) == 2)
+        assert (told(telemetry, "b", "ready", "probe"), told(telemetry, "b", "unready", "probe")) == (1, 0)
+
+
+async def test_one_that_hangs_delays_nobody(engines: Engines) -> None:
+    """An endpoint that never answers its probes is found unready, and the others are probed all the while."""
+    engines.status["a"] = 0
+    fleet = Fleet([(name, engines.address[name]) for name in ("a", "b")])
+    async with probing(fleet) as (_, telemetry):
+        await eventually(lambda: told(telemetry, "a", "unready", "probe"))
+        assert engines.probes["b"] > 2 * engines.probes["a"]
+        assert [e.name for e in fleet.usable] == ["b"]
+
+
+async def test_what_requests_meet_brings_a_probe_forward(engines: Engines) -> None:
+    """A connection that failed, and a request without any response, ask for a probe long before it is due."""
+    fleet = Fleet([("a", engines.address["a"])])
+    one = fleet.by_name["a"]
+    async with probing(fleet, interval_s=NEVER_S) as (prober, telemetry):
+        await eventually(lambda: engines.probes["a"] == 1)
+        prober.connect_failed(one)
+        prober.connect_failed(one)
+        assert not one.usable
+        await eventually(lambda: one.usable)
+        assert told(telemetry, "a", "unready", "connect") == told(telemetry, "a", "ready", "probe") == 1
+        engines.status["a"] = 503
+        # A burst asks for one probe only: suspicion alone takes nobody out.
+        for probes in (3, 4):
+            await asyncio.sleep(0.3)
+            for _ in range(100):
+                prober.suspect(one)
+            assert one.usable
+            await eventually(lambda probes=probes: engines.probes["a"] == probes)
+        await eventually(lambda: not one.usable)
+        assert told(telemetry, "a", "unready", "probe") == 1
+
+
+async def test_impatient_clients_cannot_flood_an_endpoint_with_probes(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soon after a probe, requests without a response ask for none; a connection that failed still does."""
+    monkeypatch.setattr("service.health.SUSPECT_GAP_S", NEVER_S)
+    fleet = Fleet([("a", engines.address["a"])])
+    async with probing(fleet, interval_s=NEVER_S) as (prober, _):
+        await eventually(lambda: engines.probes["a"] == 1)
+        for _ in range(5):
+            prober.suspect(fleet.by_name["a"])
+            await asyncio.sleep(0.1)
+        assert engines.probes["a"] == 1
+        prober.connect_failed(fleet.by_name["a"])
+        await eventually(lambda: engines.probes["a"] == 2)
+
+
+async def test_strangers_are_no_error(engines: Engines) -> None:
+    """What is heard of an endpoint that left, or never was here, changes nothing."""
+    fleet = Fleet([(name, engines.address[name]) for name in ("a", "b")])
+    one = fleet.by_name["a"]
+    async with probing(fleet) as (prober, telemetry):
+        await eventually(lambda: engines.probes["a"])
+        prober.changed(fleet.update(engines.found("b")))
+        for endpoint in (one, Endpoint("z", "127.0.0.1:1")):
+            prober.connect_failed(endpoint)
+            prober.suspect(endpoint)
+        assert told(telemetry, "a", "unready", "connect") == 0
+        assert [e.name for e in fleet.usable] == ["b"]
+
+
+async def test_answers_take_out_until_the_next_regular_probe(engines: Engines) -> None:
+    """With `/health` good, an endpoint whose answers were faults is back after its next regular probe, not before."""
+    fleet = Fleet([(name, engines.address[name]) for name in ("a", "b")])
+    one = fleet.by_name["a"]
+    async with probing(fleet, interval_s=1.0) as (prober, telemetry):
+        await eventually(lambda: engines.probes["a"])
+        probes = engines.probes["a"]
+        while not fleet.answered(one, 503):
+            pass
+        prober.ejected(one)
+        await eventually(lambda: one.usable)
+        assert engines.probes["a"] > probes
+        assert told(telemetry, "a", "unready", "status") == told(telemetry, "a", "ready", "probe") == 1
+
+
+async def test_slow_starts_go_on_by_themselves(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without requests or load from elsewhere the share of a new endpoint still grows to the whole."""
+    monkeypatch.setattr("service.health.REFRESH_S", 0.01)
+    fleet = Fleet((), 0.5)
+    changes = fleet.update(engines.found("a"))
+    assert changes == Changes(("a",), (), ())
+    one = fleet.by_name["a"]
+    async with probing(fleet) as _:
+        assert one.handicap > 1
+        await eventually(lambda: one.handicap == 1)
