@@ -1,9 +1,12 @@
 """The HTTP port for people and Prometheus: /metrics, /healthz, /fleet, /table, /explain."""
 
+import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from random import Random
 from typing import Any
 
@@ -11,12 +14,18 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 from service.dispatch import pick
-from service.errors import NoReadyEndpoint
+from service.errors import InvalidInput, NoReadyEndpoint
+from service.fairness import Fairness
 from service.fleet import Endpoint, Fleet
 from service.keys import format_hash, hash_key, normalise
-from service.settings import ServiceSettings
+from service.settings import ServiceSettings, split_address
 from service.table import Current
 from service.telemetry import Telemetry
+
+# How long a page that is being read may hold the end of the process up.
+ENDING_S = 1.0
+# Of workers that share a port: never on a port that others reach.
+LOAD_PATH = "/load"
 
 
 def build_app(
@@ -25,20 +34,25 @@ def build_app(
     telemetry: Telemetry,
     settings: ServiceSettings,
     *,
-    draining: Callable[[], bool],
+    status: Callable[[], str],
+    fairness: Fairness | None = None,
     clock: Callable[[], float] = time.time,
 ) -> web.Application:
-    """Return the application; it only reads, and an explained key is neither counted nor charged."""
+    """Return the application; it only reads, and an explained key is neither counted nor charged.
+
+    status: ok while new requests are welcome, else another word.  fairness: None: nobody is refused for others' sake.
+    """
 
     async def metrics(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(telemetry.registry), headers={"Content-Type": content_type})
 
     async def healthz(_: web.Request) -> web.Response:
-        return _json({"status": "draining"}, 503) if draining() else _json({"status": "ok"})
+        now = status()
+        return reply_json({"status": now}, 200 if now == "ok" else 503)
 
     async def fleet_state(_: web.Request) -> web.Response:
-        return _json(
+        return reply_json(
             {
                 "endpoints": [
                     {
@@ -57,20 +71,21 @@ def build_app(
 
     async def table_state(_: web.Request) -> web.Response:
         table = current.table
-        return _json(
+        return reply_json(
             {
                 "version": table.version,
                 "epoch": table.epoch,
                 "age_s": round(table.age_s(clock()), 3),
                 "keys": len(table.targets),
                 "overrides": 0,
+                "source": table.source,
             }
         )
 
     async def explain(request: web.Request) -> web.Response:
         raw = normalise(request.query.get("key", "").encode(errors="surrogateescape"))
         if not raw:
-            return _json({"error": "name the key: /explain?key=K"}, 400)
+            return reply_json({"error": "name the key: /explain?key=K"}, 400)
         usable_key = len(raw) <= settings.key_max_bytes
         key_hash, table = hash_key(raw, settings.key_salt.encode()), current.table
         targets = table.targets.get(key_hash, ()) if usable_key else ()
@@ -78,7 +93,7 @@ def build_app(
         with contextlib.suppress(NoReadyEndpoint):
             asked = key_hash if usable_key else None
             candidates, reason = pick(table, fleet, asked, Random(), spill_factor=settings.spill_factor)
-        return _json(
+        return reply_json(
             {
                 "key_hash": format_hash(key_hash),
                 "reason": reason,
@@ -89,6 +104,9 @@ def build_app(
                 "candidates": [
                     {"name": e.name, "address": e.address, "ready": e.ready, "inflight": e.inflight} for e in candidates
                 ],
+                "fairness": asdict(fairness.explain(key_hash if usable_key else None))
+                if fairness is not None and fairness.enabled
+                else None,
             }
         )
 
@@ -117,5 +135,45 @@ def _rule(reason: str, version: int, targets: int) -> str:
             return "no endpoint is usable: requests are answered 503"
 
 
-def _json(document: Any, status: int = 200) -> web.Response:
+def reply_json(document: Any, status: int = 200) -> web.Response:
+    """Return a document as a response, one line."""
     return web.Response(body=json.dumps(document).encode() + b"\n", status=status, content_type="application/json")
+
+
+async def listen_http(app: web.Application, address: str) -> web.AppRunner:
+    """Serve an application at `host:port`; return what to clean up, raise InvalidInput when the port is taken."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=ENDING_S)
+    await runner.setup()
+    host, port = split_address(address)
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as exc:
+        await runner.cleanup()
+        # asyncio rewords the errors of the system, which are numbers above 0.
+        why = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
+        raise InvalidInput(f"--http {address}: {why}", "free it or choose another one") from exc
+    return runner
+
+
+async def listen_private(app: web.Application, path: str) -> web.AppRunner:
+    """Serve an application on a Unix socket; return what to clean up."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=ENDING_S)
+    await runner.setup()
+    await web.UnixSite(runner, path).start()
+    return runner
+
+
+def add_load_exchange(app: web.Application, fleet: Fleet, period_s: float) -> None:
+    """Let a supervisor tell this worker the others' load and hear of its own; period_s: how often it does."""
+    forget: list[asyncio.TimerHandle] = []
+
+    async def exchange(request: web.Request) -> web.Response:
+        fleet.set_elsewhere({address: (n, work) for address, (n, work) in (await request.json()).items()})
+        for handle in forget:
+            handle.cancel()
+        # Old figures of others mislead more than none do.
+        lasts_s = max(1.0, 4 * period_s)
+        forget[:] = [asyncio.get_running_loop().call_later(lasts_s, fleet.set_elsewhere, {})]
+        return reply_json({e.address: (e.inflight, e.work) for e in fleet.endpoints if e.inflight})
+
+    app.router.add_post(LOAD_PATH, exchange)

@@ -16,7 +16,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service.dispatch import SPILL_FACTOR
 from service.errors import InvalidInput
-from service.keys import check_source, normalise
+from service.keys import check_source
+from service.shares import parse_weights
 
 PREFIX = "CACHEROUTE_"
 # The planner's and the engine patch's own variables, and where the tests find whole traces and keep Envoys.
@@ -238,24 +239,6 @@ def parse_endpoints(values: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
         if twice:
             raise ValueError(f"endpoint {what} {', '.join(twice)} stands twice")
     return tuple(pairs)
-
-
-def parse_weights(values: tuple[str, ...]) -> dict[bytes, float]:
-    """Return normalised key -> weight of each `KEY=WEIGHT`; raise ValueError for a bad or repeated one."""
-    weights: dict[bytes, float] = {}
-    for value in values:
-        name, sep, number = value.rpartition("=")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = 0.0
-        key = normalise(name.encode())
-        if not sep or not key or not 0 < weight <= 1e6:
-            raise ValueError(f"{value!r} is not KEY=WEIGHT with a weight above 0")
-        if key in weights:
-            raise ValueError(f"{name!r} has two weights")
-        weights[key] = weight
-    return weights
 
 
 DISCOVER_FORMS = "dns:HOST:PORT, srv:NAME or k8s:NAMESPACE/SERVICE[:PORT-NAME]"

@@ -16,11 +16,16 @@ def serve(
     endpoint: Annotated[
         list[str] | None, typer.Option(metavar="NAME=IP:PORT", help="One vLLM server, as Envoy's cluster lists it.")
     ] = None,
+    discover: Annotated[
+        str | None,
+        typer.Option(help="Find the servers instead: dns:HOST:PORT, srv:NAME or k8s:NAMESPACE/SERVICE[:PORT-NAME]."),
+    ] = None,
     key_header: Annotated[
         list[str] | None, typer.Option(help="Header that holds the key; the first present wins.  [x-tenant-id]")
     ] = None,
     redis: Annotated[str | None, typer.Option(envvar="CACHEROUTE_REDIS_URL", help="Where plans come from.")] = None,
     pool: Annotated[str | None, typer.Option(envvar="CACHEROUTE_POOL", help="Which pool this is.  [default]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that share the gRPC port.  [1]")] = None,
 ) -> None:
     """Answer an Envoy's external processing requests with endpoints.
 
@@ -41,6 +46,8 @@ def serve(
         key_header=tuple(key_header) if key_header else None,
         redis_url=redis,
         pool=pool,
+        discover=discover,
+        workers=workers,
     )
     configure_logging(settings.log_level)
     run(settings)

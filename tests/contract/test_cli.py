@@ -39,7 +39,7 @@ def test_no_command_at_all_is_usage() -> None:
         ("numpy", ["demo"]),
         ("numpy", ["plan", "build", "--rates", "x.csv", "--endpoints", "2", "--slots", "1", "--replica-cap", "1"]),
         ("envoy_data_plane", ["lab"]),
-        ("grpc", ["serve"]),
+        ("grpc", ["serve", "--endpoint=a=127.0.0.1:1"]),
     ],
 )
 def test_a_missing_package_is_told_in_one_line(missing: str, arguments: list[str]) -> None:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.pb import ext_proc_pb2 as pb
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+HEALTH_NAMES = ("", "liveness", "readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor")
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -44,7 +45,7 @@ class Server(Protocol):
 
 
 class Served:
-    def __init__(self) -> None:
+    def __init__(self, **settings: str) -> None:
         self.grpc_port, self.http_port = free_port(), free_port()
         self.process = subprocess.Popen(
             command(
@@ -53,7 +54,7 @@ class Served:
                 "--endpoint=a=127.0.0.1:1",
                 "--endpoint=b=127.0.0.1:2",
             ),
-            env=environment(CACHEROUTE_PROBE_INTERVAL_S="60", CACHEROUTE_DRAIN_S="20"),
+            env=environment(CACHEROUTE_PROBE_INTERVAL_S="60", CACHEROUTE_DRAIN_S="20", **settings),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -88,7 +89,17 @@ class Served:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    served = Served()
+    yield from running(CACHEROUTE_DRAIN_NOTICE_S="0")
+
+
+@pytest.fixture
+def noticing() -> Iterator[Served]:
+    """A service that goes on answering for longer than any test waits."""
+    yield from running(CACHEROUTE_DRAIN_NOTICE_S="600")
+
+
+def running(**settings: str) -> Iterator[Served]:
+    served = Served(**settings)
     yield served
     served.channel.close()
     served.process.kill()
@@ -96,8 +107,8 @@ def served() -> Iterator[Served]:
 
 
 def test_health_services_of_the_endpoint_picker_protocol(served: Served) -> None:
-    """The protocol's three names, and the empty one, answer SERVING without plan or Redis; others are unknown."""
-    for name in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+    """The names that gateways ask, and the empty one, answer SERVING without plan or Redis; others are unknown."""
+    for name in HEALTH_NAMES:
         assert served.status_of(name) == SERVING, name
     with pytest.raises(grpc.RpcError) as caught:
         served.status_of("nobody")
@@ -109,8 +120,9 @@ def test_http_port_has_the_documented_fields(served: Served) -> None:
     assert served.json("/healthz") == {"status": "ok"}
     fleet = served.json("/fleet")["endpoints"]
     assert [e["name"] for e in fleet] == ["a", "b"]
-    assert set(fleet[0]) == {"name", "address", "ready", "draining", "inflight", "inflight_elsewhere"}
-    assert served.json("/table") == {"version": 0, "epoch": 0, "age_s": 0.0, "keys": 0, "overrides": 0}
+    facts = {"name", "address", "ready", "draining", "warming", "inflight", "inflight_elsewhere"}
+    assert set(fleet[0]) == facts
+    assert served.json("/table") == {"version": 0, "epoch": 0, "age_s": 0.0, "keys": 0, "overrides": 0, "source": ""}
     explained = served.json("/explain?key=acme")
     assert set(explained) == {"key_hash", "reason", "rule", "targets", "candidates"}
     assert explained["reason"] == "cold"
@@ -169,6 +181,29 @@ def test_sigterm_drains(served: Served) -> None:
     assert json.loads(log.splitlines()[-1])["inflight"] == 0
 
 
+def test_new_requests_are_answered_until_the_notice_has_gone_round(noticing: Served) -> None:
+    """After SIGTERM health says NOT_SERVING, but for liveness, and gateways that have not seen it yet are answered."""
+    watch = noticing.health.Watch(health_pb2.HealthCheckRequest(service="readiness"), timeout=30)
+    assert next(watch).status == SERVING
+    noticing.process.send_signal(signal.SIGTERM)
+    assert next(watch).status == NOT_SERVING
+    watch.cancel()
+    assert noticing.get("/healthz")[0] == 503
+    for name in HEALTH_NAMES:
+        assert noticing.status_of(name) == (SERVING if name == "liveness" else NOT_SERVING), name
+    message = pb.ProcessingRequest()
+    message.request_headers.SetInParent()
+    for _ in range(2):
+        with grpc.insecure_channel(f"127.0.0.1:{noticing.grpc_port}") as channel:
+            call = channel.stream_stream(
+                METHOD,
+                request_serializer=pb.ProcessingRequest.SerializeToString,
+                response_deserializer=pb.ProcessingResponse.FromString,
+            )(iter([message]), timeout=10)
+            assert next(call).WhichOneof("response") == "request_headers"
+    assert noticing.process.poll() is None
+
+
 @pytest.mark.parametrize("redis", ["alive", "dead"])
 def test_sigterm_right_after_the_start(valkey: Server, pool: str, redis: str) -> None:
     """A process that is told to end while it still connects to Redis ends, whether Redis answers or not."""
@@ -182,7 +217,7 @@ def test_sigterm_right_after_the_start(valkey: Server, pool: str, redis: str) ->
                 f"--redis={url}",
                 f"--pool={pool}",
             ),
-            env=environment(),
+            env=environment(CACHEROUTE_DRAIN_NOTICE_S="0"),
             stderr=subprocess.PIPE,
             text=True,
         )
