@@ -12,9 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from replay.files import write_whole
 from replay.verdict import PolicySummary, Verdict
 from service.errors import InvalidInput
+from service.files import write_whole
 
 DASH = "–"
 PICTURE_COLUMNS = 100

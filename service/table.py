@@ -15,13 +15,17 @@ ROWS_PER_STEP = 4096
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What picks are made from; the empty table (version 0) makes every key cold."""
+    """What picks are made from; the empty table (version 0) makes every key cold.
+
+    source: `redis`, `disk` for the last good table of an earlier process, or empty for the empty table.
+    """
 
     version: int = 0
     epoch: int = 0
     created_at: float = 0.0
     targets: dict[int, tuple[str, ...]] = field(default_factory=dict)
     sha256: str = ""
+    source: str = ""
 
     def age_s(self, now: float) -> float:
         """Return the seconds since publication, 0 for the empty table and for clocks that differ."""
@@ -35,7 +39,7 @@ class Current:
     table: Table = field(default_factory=Table)
 
 
-def build_table(plan: Plan, sha256: str = "") -> Table:
+def build_table(plan: Plan, sha256: str = "", source: str = "redis") -> Table:
     """Return the table of a plan whose bytes have this digest; about 60 ms for 128,824 keys: not for the event loop.
 
     Keys with equal targets share one tuple: with R endpoints and one copy a key there are R tuples, not one a key.
@@ -53,4 +57,4 @@ def build_table(plan: Plan, sha256: str = "") -> Table:
                 chosen = tuple(indexes[first:last])
                 targets[keys[row]] = shared.setdefault(chosen, tuple(plan.endpoints[i] for i in chosen))
         time.sleep(0)
-    return Table(plan.version, plan.epoch, plan.created_at, targets, sha256)
+    return Table(plan.version, plan.epoch, plan.created_at, targets, sha256, source)

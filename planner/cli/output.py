@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from service.store import Store
 
 
 class Format(StrEnum):
@@ -62,6 +65,15 @@ def emit(document: object, fmt: Format, *tables: Table) -> None:
         _print_rich(tables)
     else:
         print("\n\n".join(_plain(table) for table in tables))
+
+
+def open_store(redis: str | None, pool: str | None) -> "Store":
+    """Return the pool's data; raise InvalidInput when no Redis is named, or it cannot be one."""
+    from service.store import Store
+
+    if not redis:
+        raise InvalidInput("no Redis is named", "give --redis redis://host:port/db or set CACHEROUTE_REDIS_URL")
+    return Store(redis, pool or "default")
 
 
 def note(words: str) -> None:

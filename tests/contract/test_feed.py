@@ -9,19 +9,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from service.errors import StoreUnavailable
 from service.feed import Feed
-from service.fleet import Fleet
+from service.fleet import Fleet, Found
 from service.keys import KEY_CHECK, hash_key
 from service.pb import plan_pb2
 from service.plan import Plan, encode
+from service.published import EndpointView
 from service.rates import Rates
 from service.settings import load_settings
 from service.store import Head, Store
 from service.table import Current
-from service.telemetry import Telemetry
+from service.telemetry import Telemetry, configure_logging
 
 
 class Server(Protocol):
@@ -218,6 +221,61 @@ async def test_a_fault_of_ours_ends_nothing(rig: Rig, monkeypatch: pytest.Monkey
     await rig.until(lambda: rig.current.table.version == 1)
 
 
+async def test_a_fleet_that_changes_may_take_what_it_refused(rig: Rig) -> None:
+    """A plan for endpoints that are not there yet is refused once, and served when discovery has found them."""
+    await rig.store.publish(plan_of(1, endpoints=("c", "d")), expected=Head(), actor="", reason="")
+    await rig.until(lambda: rig.value("cacheroute_plan_apply_failures_total", cause="endpoint") >= 1)
+    await asyncio.sleep(0.7)  # two polls
+    assert rig.value("cacheroute_plan_apply_failures_total", cause="endpoint") == 1
+    rig.fleet.update([Found("a", "10.0.0.1:80"), Found("e", "10.0.0.9:80")])
+    await asyncio.sleep(0.7)
+    assert rig.value("cacheroute_plan_apply_failures_total", cause="endpoint") == 1, "still the same complaint"
+    rig.fleet.update([Found("a", "10.0.0.1:80"), Found("c", "10.0.0.3:80")])
+    await rig.until(lambda: rig.current.table.version == 1)
+
+
+async def test_an_ack_tells_how_the_fleet_looks(rig: Rig) -> None:
+    """Each endpoint as this process sees it, and where its table is from; for longer than the pause between acks."""
+    await rig.store.publish(plan_of(1), expected=Head(), actor="", reason="")
+    rig.fleet.charge(rig.fleet.by_name["a"], 10)
+    rig.fleet.set_draining(rig.fleet.by_name["b"], True)
+    rig.fleet.probe_failed(rig.fleet.by_name["b"], allowed=1)
+    expected = (EndpointView("a", "10.0.0.1:80", True, False, 1), EndpointView("b", "10.0.0.2:80", False, True, 0))
+
+    async def told() -> bool:
+        acks = await rig.store.read_acks(fleets=True)
+        return [(a.version, a.source, a.fleet) for a in acks] == [(1, "redis", expected)]
+
+    await rig.until(told)
+    assert (await rig.store.read_acks())[0].created_at == rig.current.table.created_at
+    assert 3 < await rig.store._redis.ttl(f"{{cacheroute:{rig.settings.pool}}}:ack:x") <= 15
+
+
+async def test_a_store_that_comes_and_goes_does_not_fill_the_log(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each failure is counted, a line of each call is written once a minute, and what is secret stands in none."""
+    exchange_load, turn = rig.store.exchange_load, iter(range(10**9))
+
+    async def flapping(*arguments: Any, **named: Any) -> Any:
+        password = "hunter2"  # as a client's frames hold it
+        if next(turn) % 2 and password:
+            raise ZeroDivisionError
+        return await exchange_load(*arguments, **named)
+
+    configure_logging("info")
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.store, "exchange_load", flapping)
+            await rig.until(lambda: rig.value("cacheroute_store_failures_total", call="load") >= 5)
+    finally:
+        structlog.reset_defaults()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "a fault of ours" in line]
+    assert len(lines) == 1
+    assert "ZeroDivisionError" in lines[0]
+    assert "hunter2" not in lines[0]
+
+
 async def test_counts_that_never_arrive_are_told(own_valkey: Server, pool: str) -> None:
     """What is dropped while Redis is away shows in the metric while it still is away."""
     async with running(Rig(own_valkey.url, pool)) as rig:
@@ -272,3 +330,15 @@ async def test_counts_are_handed_out_at_the_end(valkey: Server, pool: str) -> No
     assert await reader.read_rates([window]) == {window: {5: 1}}
     assert await reader.read_acks() == []
     await reader.close()
+
+
+async def test_a_plan_that_names_a_stranger_is_served_and_counted(rig: Rig) -> None:
+    """A plan may name endpoints that are away for a while: it comes into service, and each is counted and told."""
+    with capture_logs() as logs:
+        plan = plan_of(1, endpoints=("a", "z1", "z2"))
+        await rig.store.publish(plan, expected=await rig.store.read_head(), actor="", reason="")
+        await rig.until(lambda: rig.current.table.version == 1)
+    assert rig.value("cacheroute_plan_endpoints_unknown_total") == 2
+    (told,) = [line for line in logs if line["log_level"] == "warning"]
+    assert told["endpoints"] == ["z1", "z2"]
+    assert told["remedy"]

@@ -5,13 +5,14 @@ import time
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
 from service.errors import InvalidInput, InvalidPlan, PlanConflict, StoreUnavailable
 from service.keys import KEY_CHECK, hash_key
 from service.plan import Plan
+from service.scripts import Script
 from service.store import Head, Store, verify, without_password
 
 
@@ -51,11 +52,23 @@ async def test_publish_then_read_back(store: Store, pool: str) -> None:
     assert verify(await store.read_plan_bytes(1), head, key_check=hash_key(KEY_CHECK)) == first
     second = await store.publish(plan_of(1), expected=head, actor="me", reason="second")
     prefix = f"{{cacheroute:{pool}}}:"
-    assert 0 < await store._redis.ttl(f"{prefix}plan:1") <= 600, "a superseded plan stays for readers in the middle"
+    assert await store._redis.ttl(f"{prefix}plan:1") == -1, "a superseded plan can be rolled back to"
     assert await store._redis.ttl(f"{prefix}plan:2") == -1, "the published plan never expires"
     assert (second.version, second.epoch) == (2, first.epoch)
     log = [entry for _, entry in await store._redis.xrange(f"{prefix}log")]
     assert [(e[b"version"], e[b"reason"], e[b"keys"]) for e in log] == [(b"1", b"first", b"2"), (b"2", b"second", b"1")]
+
+
+async def test_the_newest_plans_are_kept_and_older_ones_expire(store: Store, pool: str) -> None:
+    """Ten versions stay; one that falls out is still there for who read the head before, and then is gone by itself."""
+    prefix, head = f"{{cacheroute:{pool}}}:", Head()
+    for key in range(13):
+        await store.publish(plan_of(key), expected=head, actor="", reason="")
+        head = await store.read_head()
+    ttls = {version: await store._redis.ttl(f"{prefix}plan:{version}") for version in range(1, 14)}
+    assert {version for version, ttl in ttls.items() if ttl == -1} == set(range(4, 14))
+    assert all(0 < ttls[version] <= 600 for version in (1, 2, 3))
+    assert await store.read_plan_bytes(1)
 
 
 async def test_the_slower_of_two_publishers_changes_nothing(store: Store, pool: str) -> None:
@@ -108,13 +121,13 @@ async def test_a_plan_outranks_what_instances_still_serve(store: Store) -> None:
 
 async def test_a_publication_sent_twice_is_no_conflict(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the first answer is lost and the client sends the script again, the publication still succeeded."""
-    script = store._publish
+    run = store._link.run
 
-    async def twice(**arguments: object) -> object:
-        await script(**arguments)
-        return await script(**arguments)
+    async def twice(script: Script, **arguments: Any) -> object:
+        await run(script, **arguments)
+        return await run(script, **arguments)
 
-    monkeypatch.setattr(store, "_publish", twice)
+    monkeypatch.setattr(store._link, "run", twice)
     published = await store.publish(plan_of(1), expected=Head(), actor="", reason="")
     assert (await store.read_head()).version == published.version == 1
 
