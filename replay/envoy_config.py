@@ -110,9 +110,11 @@ from service.telemetry import (
     ATTRIBUTE_ATTEMPTS,
     ATTRIBUTE_UPSTREAM,
     DESTINATION,
+    DROPPED_REASON,
     LB_NAMESPACE,
     NAMESPACE,
     SERVED,
+    SUBSET_NAMESPACE,
 )
 
 SERVED_BY_HEADER = "x-cacheroute-served"
@@ -129,9 +131,13 @@ RETRY_ON = "connect-failure,refused-stream,reset-before-request"
 RETRIES_MAX = 5
 HEALTH_PATH = "/health"
 EJECTION_S = 3
+# On the service's own 429 and 503: Envoy applies the rules for mutations to those too.
+REFUSAL_HEADERS = (DROPPED_REASON, "retry-after")
 # Most of a small pool may be down; if nearly all seems to be, the fault is rather ours, and all are tried.
 EJECTED_MAX_PERCENT = 80
 PANIC_PERCENT = 20
+# What metadata says then, the response attribute says to every version; metadata is the protocol's own way.
+SELECTED_HOST_SINCE = (1, 38)
 # vLLM's server closes a connection that idles for 5 s; being first, we never send a request into one that closes.
 UPSTREAM_IDLE_S = 4.0
 
@@ -154,22 +160,32 @@ ACCESS_LOG_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
-    """What a bootstrap is built from. Addresses are `ip:port`; `engines` are the pool's hosts, at least one."""
+    """What a bootstrap is built from. Addresses are `ip:port`; `engines` are the pool's hosts, at least one.
+
+    envoy_version: (major, minor) of the Envoy that shall read it, 1.36 or later: it refuses a document with a field
+    that it does not know, so newer fields are left out for an older one.  key_headers: where the service reads the key,
+    as in its own setting; the fallback hashes the first of them that is a header.  streams_per_connection: Envoy
+    opens another connection to the service for each so many requests in flight. At most the service's own setting:
+    what Envoy sends into a new connection before it has heard of a bound is refused beyond it. For a service of
+    several workers 8, since the kernel deals out connections, not requests.
+    """
 
     listen: str
     admin: str
     service: str
     engines: tuple[str, ...]
     access_log: str
-    key_header: str = "x-tenant-id"
+    key_headers: tuple[str, ...] = ("x-tenant-id",)
     message_timeout_s: float = 0.2
     connect_timeout_s: float = 0.25
+    envoy_version: tuple[int, int] = (1, 40)
+    streams_per_connection: int = 256
 
 
 def build_bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     """return the bootstrap as the JSON document that `envoy -c` reads; about 1 s the first time (validators are built).
 
-    Source of the choices: measured on Envoy 1.36 to 1.40. `selected_host_key` needs Envoy 1.38.
+    Source of the choices: measured on Envoy 1.36 to 1.40.
     """
     assert settings.engines, "a pool has at least one host"
     bootstrap = Bootstrap(
@@ -240,7 +256,13 @@ def _routes(settings: EnvoySettings) -> RouteConfiguration:
     action = RouteAction(
         cluster=POOL_CLUSTER,
         timeout=timedelta(0),  # An answer streams for as long as it takes.
-        hash_policy=[RouteActionHashPolicy(header=RouteActionHashPolicyHeader(header_name=settings.key_header))],
+        hash_policy=[
+            RouteActionHashPolicy(
+                header=RouteActionHashPolicyHeader(header_name=name.partition("/")[0]),
+                terminal=True,  # Once one of them has given a hash, the others add nothing.
+            )
+            for name in settings.key_headers
+        ],
         retry_policy=retry,
     )
     served_by = HeaderValueOption(
@@ -275,16 +297,22 @@ def _processor(settings: EnvoySettings) -> ExternalProcessor:
         # Less to parse, and no credential of a client ever reaches the service.
         forward_rules=HeaderForwardingRules(
             allowed_headers=ListStringMatcher(
-                patterns=[StringMatcher(exact=name) for name in (settings.key_header, "content-length", ":status")]
+                patterns=[StringMatcher(exact=name) for name in _forwarded(settings.key_headers)]
             )
         ),
-        mutation_rules=HeaderMutationRules(disallow_all=True, allow_expression=RegexMatcher(regex=DESTINATION)),
+        mutation_rules=HeaderMutationRules(
+            disallow_all=True, allow_expression=RegexMatcher(regex="|".join((DESTINATION, *REFUSAL_HEADERS)))
+        ),
         metadata_options=MetadataOptions(
             # Metadata of a namespace that is not named here is dropped without a word.
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE]),
-            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
+            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, SUBSET_NAMESPACE]),
         ),
     )
+
+
+def _forwarded(key_headers: tuple[str, ...]) -> tuple[str, ...]:
+    return (*dict.fromkeys(name.partition("/")[0] for name in key_headers), "content-length", ":status")
 
 
 def _service_cluster(settings: EnvoySettings) -> Cluster:
@@ -296,7 +324,7 @@ def _service_cluster(settings: EnvoySettings) -> Cluster:
         typed_extension_protocol_options=_protocol(
             UpstreamProtocolOptions(
                 explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
-                    http2_protocol_options=Http2ProtocolOptions()
+                    http2_protocol_options=Http2ProtocolOptions(max_concurrent_streams=settings.streams_per_connection)
                 )
             )
         ),
@@ -307,7 +335,7 @@ def _service_cluster(settings: EnvoySettings) -> Cluster:
 def _pool_cluster(settings: EnvoySettings) -> Cluster:
     override = OverrideHost(
         override_host_sources=[OverrideHostOverrideHostSource(metadata=_lb_metadata(DESTINATION))],
-        selected_host_key=_lb_metadata(SERVED),
+        selected_host_key=_lb_metadata(SERVED) if settings.envoy_version >= SELECTED_HOST_SINCE else None,
         fallback_policy=_policy(
             "envoy.load_balancing_policies.maglev",
             Maglev(

@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 from replay.processes import POLL_S, Process, answers_http, answers_ping, free_ports, stop_together, wait_ready
-from replay.programs import envoy_program, valkey_program
+from replay.programs import envoy_program, envoy_version, valkey_program
 from service.errors import InvalidInput, ServerUnavailable
 from service.settings import split_address
 
@@ -42,7 +42,8 @@ class LabSettings:
     """What a lab is made of; a value out of its range is refused when the lab is built.
 
     kv_blocks: KV-cache blocks an engine (None: the preset's own).  workdir: where logs and the configuration go
-    (None: a temporary folder, removed at the end).  gateway_port: 0 takes a free one.
+    (None: a temporary folder, removed at the end).  gateway_port: 0 takes a free one.  envoy: the program (None: the
+    wheel's, or the one on PATH); any of 1.36 to 1.40 does.
     """
 
     engines: int = 6
@@ -60,6 +61,7 @@ class LabSettings:
     workdir: Path | None = None
     seed: int = 0
     gateway_port: int = 0
+    envoy: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class Lab:
         """Choose addresses and start nothing; raise InvalidInput for a setting or a missing program."""
         self.settings = s = settings or LabSettings()
         _refuse(s)
-        self._programs = {"valkey": valkey_program(), "envoy": envoy_program()}
+        self._programs = {"valkey": valkey_program(), "envoy": s.envoy.absolute() if s.envoy else envoy_program()}
+        self._envoy_version = envoy_version(self._programs["envoy"])
         ports = [f"{HOST}:{port}" for port in free_ports(5 + s.engines)]
         self._valkey, self._service, self._service_http, self._gateway, self._admin = ports[:5]
         if s.gateway_port:
@@ -256,6 +259,7 @@ class Lab:
             **inherited,
             "CACHEROUTE_RATE_WINDOW_S": f"{self.settings.rate_window_s:g}",
             "CACHEROUTE_DRAIN_S": f"{DRAIN_S:g}",
+            "CACHEROUTE_DRAIN_NOTICE_S": "0",
         }
 
     def _valkey_command(self) -> list[str]:
@@ -298,7 +302,8 @@ class Lab:
                 service=self._service,
                 engines=tuple(e.address for e in self.engines),
                 access_log=str(self.access_log),
-                key_header=KEY_HEADER,
+                key_headers=(KEY_HEADER,),
+                envoy_version=self._envoy_version,
             )
         )
         (self.workdir / "envoy.json").write_text(json.dumps(bootstrap, indent=2) + "\n")

