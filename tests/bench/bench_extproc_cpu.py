@@ -1,27 +1,29 @@
 """CPU per request of the service beside a bare grpc.aio ext_proc echo, in one run; goal: ratio at most 1.15.
 
-Both servers are processes of their own and get the same streams in turn (A B A B …): request headers as Envoy sends
+The servers are processes of their own and get the same streams in turn (A B C A B C …): request headers as Envoy sends
 them (20 headers), the reply read, response headers, the reply read, end. CPU is user + system time of the server
-process. The echo decodes each message and answers a fixed reply, which is the least any Python processor can do.
+process. The echo decodes each message and answers a fixed reply, which is the least any Python processor can do. The
+goal is over the echo as grpc.aio comes, on asyncio's own event loop; the same echo on uvloop, which the service runs
+on, stands beside it.
 """
 
 import asyncio
-import multiprocessing
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import grpc
-import psutil
-from stats import machine, spread
+from echo_server import SERVICE
+from stats import cpu_s, machine, spread
 
-from service.extproc import CONTINUE, SERVICE
+from replay.processes import free_ports
 from service.pb import ext_proc_pb2 as pb
 
 ROUNDS, STREAMS, CONCURRENT = 9, 1500, 8
+PICKED = b"127.0.0.1:18001"  # all endpoints differ in the last digit
+ECHO, ECHO_UVLOOP, OURS = "bare grpc.aio echo", "the echo on uvloop", "cacheroute serve"
 
 
 def messages() -> tuple[bytes, bytes]:
@@ -41,44 +43,12 @@ def messages() -> tuple[bytes, bytes]:
     for key, value in ((":status", "200"), ("content-type", "text/event-stream"), ("server", "uvicorn")):
         response.response_headers.headers.headers.add(key=key, raw_value=value.encode())
     attributes = response.attributes["envoy.filters.http.ext_proc"].fields
-    attributes["upstream.address"].string_value = "127.0.0.1:18001"
+    attributes["upstream.address"].string_value = PICKED.decode()
     attributes["upstream.request_attempt_count"].number_value = 1
     return request.SerializeToString(), response.SerializeToString()
 
 
-def echo(port: int) -> None:
-    """Serve the bare echo until killed."""
-    reply = pb.ProcessingResponse()
-    option = reply.request_headers.response.header_mutation.set_headers.add()
-    option.header.key, option.header.raw_value = "x-gateway-destination-endpoint", b"127.0.0.1:18001"
-    fields = reply.dynamic_metadata.fields["envoy.lb"].struct_value.fields
-    fields["x-gateway-destination-endpoint"].string_value = "127.0.0.1:18001"
-    fixed = {"request_headers": reply.SerializeToString(), **CONTINUE}
-
-    async def process(requests, _context):  # type: ignore[no-untyped-def]
-        async for request in requests:
-            yield fixed[request.WhichOneof("request")]
-
-    async def run() -> None:
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        handler = grpc.stream_stream_rpc_method_handler(
-            process, request_deserializer=pb.ProcessingRequest.FromString, response_serializer=None
-        )
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
-        server.add_insecure_port(f"127.0.0.1:{port}")
-        await server.start()
-        await server.wait_for_termination()
-
-    asyncio.run(run())
-
-
-def cpu_s(process: psutil.Process) -> float:
-    """User and system time of a process so far."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-async def drive(port: int, process: psutil.Process) -> float:
+async def drive(port: int, pid: int) -> float:
     """Run one round of streams; return the server's CPU per request, µs."""
     first, second = messages()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -88,56 +58,59 @@ async def drive(port: int, process: psutil.Process) -> float:
         async def client(streams: int) -> None:
             for _ in range(streams):
                 call = method()
-                for message in (first, second):
-                    await call.write(message)
-                    await call.read()
+                await call.write(first)
+                reply = await call.read()
+                # The endpoint that was picked serves, as it nearly always does.
+                start = reply.index(PICKED[:-1])
+                await call.write(second.replace(PICKED, reply[start : start + len(PICKED)]))
+                await call.read()
                 await call.done_writing()
                 await call.read()
 
         await client(50)
-        before = cpu_s(process)
+        before = cpu_s(pid)
         await asyncio.gather(*(client(STREAMS // CONCURRENT) for _ in range(CONCURRENT)))
-        return (cpu_s(process) - before) / (STREAMS // CONCURRENT * CONCURRENT) * 1e6
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+        return (cpu_s(pid) - before) / (STREAMS // CONCURRENT * CONCURRENT) * 1e6
 
 
 def main() -> None:
-    """Print both figures and their ratio, round by round paired."""
-    ports = {"echo": free_port(), "service": free_port()}
+    """Print the figures and their ratios, paired round by round."""
+    ports = dict(zip((ECHO, ECHO_UVLOOP, OURS), free_ports(3), strict=True))
+    echo = [sys.executable, str(Path(__file__).with_name("echo_server.py"))]
+    picked = ["--destination", PICKED.decode()]
     endpoints = [f"--endpoint=e{i}=127.0.0.1:{18001 + i}" for i in range(6)]
+    listen = [f"--listen=127.0.0.1:{ports[OURS]}", f"--http=127.0.0.1:{free_ports(1)[0]}"]
+    commands = {
+        ECHO: [*echo, str(ports[ECHO]), *picked],
+        ECHO_UVLOOP: [*echo, str(ports[ECHO_UVLOOP]), *picked, "--uvloop"],
+        OURS: [sys.executable, "-m", "planner.cli", "serve", *listen, *endpoints],
+    }
     # Probes would find nobody: they are the same work whatever the traffic, and put off here.
     environment = {**os.environ, "CACHEROUTE_PROBE_INTERVAL_S": "3600", "CACHEROUTE_PROBE_FAILURES": "99"}
-    service = subprocess.Popen(
-        [sys.executable, "-m", "planner.cli", "serve", f"--listen=127.0.0.1:{ports['service']}",
-         f"--http=127.0.0.1:{free_port()}", *endpoints],
-        env=environment, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    peer = multiprocessing.get_context("spawn").Process(target=echo, args=(ports["echo"],), daemon=True)
-    peer.start()
-    processes = {"echo": psutil.Process(peer.pid), "service": psutil.Process(service.pid)}
-    figures: dict[str, list[float]] = {"echo": [], "service": []}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    processes = {
+        name: subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        for name, command in commands.items()
+    }
+    figures: dict[str, list[float]] = {name: [] for name in processes}
     try:
         time.sleep(2)
-        for name in figures:
-            asyncio.run(drive(ports[name], processes[name]))
+        for name, process in processes.items():
+            asyncio.run(drive(ports[name], process.pid))
         for _ in range(ROUNDS):
             for name, values in figures.items():
-                values.append(asyncio.run(drive(ports[name], processes[name])))
+                values.append(asyncio.run(drive(ports[name], processes[name].pid)))
     finally:
-        service.send_signal(signal.SIGTERM)
-        service.wait(20)
-        peer.terminate()
-        peer.join()
-    ratios = [ours / bare for ours, bare in zip(figures["service"], figures["echo"], strict=True)]
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.wait(20)
     print(f"server CPU per request, µs, min / median / max of {ROUNDS} rounds of {STREAMS} streams ({machine()})")
-    print(f"  bare grpc.aio echo   {spread(figures['echo'], 0)}")
-    print(f"  cacheroute serve     {spread(figures['service'], 0)}")
-    print(f"  ratio, paired        {spread(ratios)}")
+    for name, values in figures.items():
+        print(f"  {name:20} {spread(values, 0)}")
+    for bare in (ECHO, ECHO_UVLOOP):
+        ratios = [ours / other for ours, other in zip(figures[OURS], figures[bare], strict=True)]
+        print(f"  {OURS} over {bare}, paired: {spread(ratios)}")
 
 
 if __name__ == "__main__":
