@@ -6,7 +6,7 @@ SOURCES := service replay planner engine_patch
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test check lint types imports spelling generated unit e2e bench generate clean
+.PHONY: help demo lab test check lint types imports spelling generated unit e2e claims fuzz bench generate clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,7 +17,7 @@ demo: $(VENV)/.installed-demo ## the whole fleet on this machine, a real trace, 
 lab: $(VENV)/.installed-demo ## the same fleet left running, for trying by hand
 	$(BIN)/cacheroute lab $(ARGS)
 
-test: check e2e ## everything that CI runs: `make check`, then end to end on real Envoy and Valkey
+test: check claims e2e ## everything that CI runs: `make check`, the claims, then end to end on real Envoys and Valkey
 
 check: $(VENV)/.installed-dev lint types imports spelling generated unit ## lint, types, import contracts, generated code, unit and contract tests
 
@@ -48,6 +48,12 @@ e2e: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev ## all benchmarks, min / median / max (minutes; results of record in docs/performance.md)
 	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+
+claims: $(VENV)/.installed-dev ## figures that the docs state, as ranges over seeds (minutes)
+	$(BIN)/python -m pytest tests/claims $(ARGS)
+
+fuzz: $(VENV)/.installed-dev ## a million mutated messages against the external processor (two minutes; ARGS="--messages 50000")
+	$(BIN)/python -m tests.fuzz.fuzz_process $(ARGS)
 
 generate: $(VENV)/.installed-dev ## service/pb from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=service/pb --pyi_out=service/pb proto/*.proto
