@@ -124,7 +124,8 @@ def test_http_port_has_the_documented_fields(served: Served) -> None:
     assert set(fleet[0]) == facts
     assert served.json("/table") == {"version": 0, "epoch": 0, "age_s": 0.0, "keys": 0, "overrides": 0, "source": ""}
     explained = served.json("/explain?key=acme")
-    assert set(explained) == {"key_hash", "reason", "rule", "targets", "candidates"}
+    assert set(explained) == {"key_hash", "reason", "rule", "targets", "candidates", "fairness"}
+    assert explained["fairness"] is None
     assert explained["reason"] == "cold"
     assert explained["targets"] == []
     assert {c["name"] for c in explained["candidates"]} == {"a", "b"}
