@@ -80,7 +80,7 @@ def build(
         rates.rates_rps,
         endpoints=len(endpoints),
         rules=rules,
-        previous_copies=None if previous is None else _previous_copies(rates, previous),
+        previous_copies=None if previous is None else copies_before(rates, previous),
         prefix_tokens=rates.prefix_tokens,
     )
     admitted_rates = rates.rates_rps[admission.rows]
@@ -143,7 +143,8 @@ def where_they_were(previous: Plan, key_hashes: NDArray[np.uint64], endpoints: S
     return Previous(np.concatenate(([0], np.cumsum(kept))), there[there >= 0])
 
 
-def _previous_copies(rates: KeyRates, previous: Plan) -> Ints:
+def copies_before(rates: KeyRates, previous: Plan) -> Ints:
+    """Return how many copies each key has in the plan before, 0 for none."""
     copies = np.zeros(len(rates), dtype=np.int64)
     if len(rates) and len(previous):
         hashes = np.asarray(previous.key_hashes, dtype=np.uint64)

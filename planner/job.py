@@ -1,176 +1,181 @@
-"""The planner job: from the counts that services left in Redis to a published plan, again and again.
+"""The planner job: who leads plans again and again, and at once when something calls for it.
 
-One cycle:
+1. Only the leader plans (`planner.leader`); the others wait. A leader that is new begins with a cycle.
+2. Each `watch_s` it looks how services see the endpoints; one that is lost, or back, calls for a cycle
+   (`planner.triggers`).
+3. Each `check_s` it looks how the published plan bears today's rates; load or copies may call for one.
+4. Otherwise there is one each `interval_s`, after the end of the one before if that took longer.
+5. One task does all of this, one thing after the other: a slow Redis delays cycles and never stacks them.
 
-1. Read which plan is published, and the counts of the newest windows; without any count nothing is done.
-2. Admit and place.
-3. Publish, unless the published plan gives every key the same targets (rates alone are no reason to make every service
-   build its table again). When somebody else published meanwhile, the cycle is
-   done again from the start, once; the second time the conflict is the caller's.
-
-Every cycle leaves a record. The loop outlives whatever is wrong with Redis or with what it holds: it says so in one
-line and tries again after the next interval. A publication is one script in Redis, so the loop may end at any point.
+The loop outlives whatever is wrong with Redis or with what it holds: it says so in one line and goes on, after a fault
+of Redis soon, after input that cannot be planned from with the next interval. It may end at any point
+(`planner.cycle`).
 """
 
 import asyncio
+import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
-from typing import TypedDict
+from collections.abc import AsyncIterator
 
 import structlog
 
-from planner.admission import Rules
-from planner.build import Built, build
-from planner.rates import KeyRates, rates_from_windows
+from planner.cycle import Planner
+from planner.gate import Judge, judge
+from planner.leader import Leader, ending
+from planner.record import Record
 from planner.settings import PlannerSettings
-from service.errors import CacheRouteError, InvalidPlan, PlanConflict
-from service.keys import KEY_CHECK, hash_key
-from service.plan import Plan
-from service.store import Head, Store, verify
+from planner.triggers import Presence
+from service.errors import CacheRouteError, InvalidPlan, NotLeading
+from service.ledger import Ledger
+from service.telemetry import Seldom
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Record(TypedDict):
-    """What one cycle did; sha256 is that of the assignment, `windows` how many held any request.
+async def once(settings: PlannerSettings, *, force: bool = False, anew: bool = False) -> Record:
+    """Run one cycle and return its record; raise NotLeading when another planner leads, unless forced.
 
-    decision: `published`; `unchanged`, the published plan is the same assignment; `no_rates`, nobody counted a request.
-    version, epoch: the plan that is published after the cycle.
+    An endpoint that is away is looked at for `lost_after_s` before its keys move.  anew: see `planner.cycle.Planner`.
     """
-
-    decision: str
-    version: int
-    epoch: int
-    keys: int
-    admitted: int
-    admitted_rate_share: float
-    max_over_mean: float
-    rate_rps: float
-    windows: int
-    durations_ms: dict[str, float]
-    sha256: str
-
-
-def window_starts(now_s: float, window_s: int, count: int) -> Sequence[int]:
-    """Return the starts of the newest `count` windows, the open one among them, oldest first."""
-    newest = int(now_s) // window_s * window_s
-    return range(newest - (count - 1) * window_s, newest + 1, window_s)
-
-
-async def cycle(store: Store, settings: PlannerSettings, *, clock: Callable[[], float] = time.time) -> Record:
-    """Run one cycle and return its record; raise what the store raises, PlanConflict when it happens twice.
-
-    clock: unix s, as the services' windows are named.
-    """
+    ledger = Ledger(settings.redis_url, settings.pool)
+    leader = Leader(ledger, settings.name, settings.lease_s)
     try:
-        return await _attempt(store, settings, clock)
-    except PlanConflict as exc:
-        log.info("plan_conflict", expected=exc.expected_version, published=exc.published_version)
-        return await _attempt(store, settings, clock)
-
-
-async def once(settings: PlannerSettings) -> Record:
-    """Run one cycle on a connection of its own."""
-    store = Store(settings.redis_url, settings.pool)
-    try:
-        return await cycle(store, settings)
+        lease = await leader.take(force=force)
+        async with _meanwhile(leader):
+            planner = Planner(ledger, settings, anew=anew)
+            presence = Presence(settings.endpoint, settings.lost_after_s, await planner.resume())
+            await _settle(presence, ledger, settings)
+            return await planner.cycle(lease.value, trigger="once", lost=presence.lost)
     finally:
-        await store.close()
+        await leader.leave()
+        await ledger.close()
 
 
-async def run(settings: PlannerSettings) -> None:
-    """Run a cycle each `interval_s` until SIGTERM or SIGINT; raise InvalidInput for a Redis URL that is none."""
-    store = Store(settings.redis_url, settings.pool)
-    looping = asyncio.create_task(_loop(store, settings))
+async def run(settings: PlannerSettings, judge: Judge = judge) -> None:
+    """Lead and plan, or stand by, until SIGTERM or SIGINT; raise InvalidInput for a Redis URL that is none."""
+    ledger = Ledger(settings.redis_url, settings.pool)
+    leader = Leader(ledger, settings.name, settings.lease_s)
+    looping = asyncio.create_task(Job(ledger, leader, settings, judge).run())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, looping.cancel)
     try:
-        await looping
+        async with _meanwhile(leader):
+            await looping
     except asyncio.CancelledError:
         log.info("planner_stopped")
     finally:
-        await store.close()
+        await leader.leave()
+        await ledger.close()
 
 
-async def _loop(store: Store, settings: PlannerSettings) -> None:
-    log.info("planner_started", pool=settings.pool, endpoints=len(settings.endpoint), interval_s=settings.interval_s)
-    while True:
-        began = time.monotonic()
+class Job:
+    """The loop of one process."""
+
+    def __init__(self, ledger: Ledger, leader: Leader, settings: PlannerSettings, judge: Judge = judge) -> None:
+        """Nothing is read before `run`."""
+        self._ledger, self._leader, self._settings, self._judge = ledger, leader, settings, judge
+        self._seldom = Seldom()
+        self._term = self._other = ""
+        self._begin()
+
+    async def run(self) -> None:
+        """Go on until cancelled."""
+        s = self._settings
+        log.info("planner_started", pool=s.pool, endpoints=len(s.endpoint), interval_s=s.interval_s, name=s.name)
+        while not ending():
+            began = time.monotonic()
+            await self._survive(began)
+            pause_s = min(s.watch_s, s.check_s, s.interval_s) - (time.monotonic() - began)
+            await asyncio.sleep(max(0.01, pause_s))
+
+    def _begin(self) -> None:
+        """Forget what an earlier lead knew; the first cycle is due now."""
+        s = self._settings
+        self._planner = Planner(self._ledger, s, judge=self._judge)
+        self._presence = Presence(s.endpoint, s.lost_after_s)
+        self._planned_without: tuple[str, ...] = ()
+        self._due = self._check_at = 0.0
+        self._first = True
+
+    async def _survive(self, now: float) -> None:
         try:
-            log.info("plan_cycle", **await cycle(store, settings))
+            await self._tick(now)
+        except NotLeading as exc:
+            self._leader.lost()
+            log.warning("planner_lost_the_lead", leader=exc.leader)
         except CacheRouteError as exc:
-            log.warning("plan_cycle_failed", error=type(exc).__name__, message=str(exc))
-        await asyncio.sleep(max(0.0, settings.interval_s - (time.monotonic() - began)))
+            if self._seldom.may(type(exc).__name__):
+                log.warning("plan_cycle_failed", error=type(exc).__name__, message=str(exc))
+        except Exception:
+            if self._seldom.may("fault"):
+                log.exception("a fault of ours, the published plan stays")
+
+    async def _tick(self, now: float) -> None:
+        lease = self._leader.lease
+        if lease is None:
+            if self._leader.other not in ("", self._other):
+                self._other, self._term = self._leader.other, ""
+                log.info("planner_stands_by", leader=self._other)
+            return
+        if lease.value != self._term:
+            self._begin()
+            self._planned_without = await self._planner.resume()
+            self._presence = Presence(self._settings.endpoint, self._settings.lost_after_s, self._planned_without)
+            self._term, self._other = lease.value, ""
+            log.info("planner_leads", lease=lease.value)
+        self._presence.look(await self._ledger.read_acks(fleets=True), now)
+        lost = self._presence.lost
+        trigger = await self._trigger(now, lost)
+        if not trigger:
+            return
+        s = self._settings
+        # What is wrong with Redis may pass soon.
+        self._due = now + min(s.check_s, s.interval_s)
+        try:
+            record = await self._planner.cycle(lease.value, trigger=trigger, lost=lost)
+            log.info(
+                "plan_cycle", **{name: value for name, value in record.items() if name not in ("memory", "planner")}
+            )
+        except InvalidPlan:
+            self._planned_without, self._due = lost, now + s.interval_s
+            raise
+        self._planned_without, self._first, self._due = lost, False, now + s.interval_s
+        self._check_at = time.monotonic() + s.check_s
+
+    async def _trigger(self, now: float, lost: tuple[str, ...]) -> str:
+        """Return why there is to be a cycle now, empty: it has time."""
+        before = set(self._planned_without)
+        if gone := sorted(set(lost) - before):
+            return f"lost: {', '.join(gone)}"
+        if back := sorted(before - set(lost)):
+            return f"back: {', '.join(back)}"
+        if now >= self._due:
+            return "lead" if self._first else "timer"
+        if now < self._check_at:
+            return ""
+        self._check_at = now + self._settings.check_s
+        return await self._planner.check(lost)
 
 
-async def _attempt(store: Store, settings: PlannerSettings, clock: Callable[[], float]) -> Record:
-    key_check = hash_key(KEY_CHECK, settings.key_salt.encode())
-    began = time.perf_counter()
-    head = await store.read_head()
-    now_s = clock()
-    windows = await store.read_rates(window_starts(now_s, settings.rate_window_s, settings.windows))
-    rates = rates_from_windows(windows, now_s=now_s)
-    durations_ms = {"read_rates": _ms_since(began)}
-    if not len(rates):
-        return _record("no_rates", head.version, head.epoch, rates, len(windows), durations_ms, None)
-
-    published_plan = await _published_plan(store, head, key_check)
-    built = build(
-        rates,
-        settings.endpoint,
-        rules=Rules(slots_per_endpoint=settings.slots_per_endpoint, replica_cap_rps=settings.replica_cap_rps),
-        key_check=key_check,
-        previous=published_plan,
-    )
-    durations_ms |= {"admit": built.admit_ms, "place": built.place_ms}
-    comparing = time.perf_counter()
-    same = published_plan is not None and published_plan.assigns_as(built.plan)
-    durations_ms["compare"] = _ms_since(comparing)
-    if same:
-        return _record("unchanged", head.version, head.epoch, rates, len(windows), durations_ms, built)
-
-    publishing = time.perf_counter()
-    reason = f"{settings.windows} windows of {settings.rate_window_s} s"
-    published = await store.publish(built.plan, expected=head, actor=settings.actor, reason=reason)
-    durations_ms["publish"] = _ms_since(publishing)
-    return _record("published", published.version, published.epoch, rates, len(windows), durations_ms, built)
-
-
-async def _published_plan(store: Store, head: Head, key_check: int) -> Plan | None:
-    """Return the published plan; None when there is none that a service would take."""
-    if not head.version:
-        return None
+@contextlib.asynccontextmanager
+async def _meanwhile(leader: Leader) -> AsyncIterator[None]:
+    """Keep the lead during the block."""
+    following = asyncio.create_task(leader.follow())
     try:
-        return verify(await store.read_plan_bytes(head.version), head, key_check=key_check)
-    except InvalidPlan as exc:
-        log.warning("published_plan_unusable", version=head.version, cause=exc.cause, message=str(exc))
-        return None
+        yield
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
 
 
-def _record(
-    decision: str,
-    version: int,
-    epoch: int,
-    rates: KeyRates,
-    windows: int,
-    durations_ms: dict[str, float],
-    built: Built | None,
-) -> Record:
-    return Record(
-        decision=decision,
-        version=version,
-        epoch=epoch,
-        keys=len(rates),
-        admitted=built.shape.admitted if built else 0,
-        admitted_rate_share=built.shape.admitted_rate_share if built else 0.0,
-        max_over_mean=built.shape.max_over_mean if built else 1.0,
-        rate_rps=rates.total_rps,
-        windows=windows,
-        durations_ms={step: round(ms, 3) for step, ms in durations_ms.items()},
-        sha256=built.plan.content_sha256() if built else "",
-    )
-
-
-def _ms_since(began: float) -> float:
-    return (time.perf_counter() - began) * 1e3
+async def _settle(presence: Presence, ledger: Ledger, settings: PlannerSettings) -> None:
+    """Look until no endpoint is on its way to be lost or back."""
+    deadline = time.monotonic() + settings.lost_after_s + settings.watch_s
+    while True:
+        now = time.monotonic()
+        presence.look(await ledger.read_acks(fleets=True), now)
+        if not presence.unsure or now >= deadline:
+            return
+        await asyncio.sleep(min(settings.watch_s, 0.5))

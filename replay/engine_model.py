@@ -239,6 +239,8 @@ class EngineModel:
 
     def _plan(self, start_s: float) -> None:
         """Fill the next step, or fall idle."""
+        if self.cache.watch is not None:
+            self.cache.watch.now_s = start_s
         preempted = self._grow_decodes()
         batch = self._decoding
         tokens, pairs = batch, 0.0

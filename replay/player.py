@@ -15,15 +15,29 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import aiohttp
-
-from replay.workload import PlayRequest
 
 KEY_HEADER = "x-tenant-id"
 SERVED_HEADER = "x-cacheroute-served"
 CONNECT_TIMEOUT_S = 10.0
 LINE_BYTES_MAX = 1 << 20
+
+
+class Playable(Protocol):
+    """A request to be sent: engine seconds from the start, key, most tokens of the answer, and its text."""
+
+    @property
+    def at_s(self) -> float: ...
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def output_tokens(self) -> int: ...
+
+    def prompt(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +92,7 @@ class Progress:
 
 
 async def play(
-    requests: Sequence[PlayRequest],
+    requests: Sequence[Playable],
     gateway_url: str,
     *,
     speed: float,
@@ -124,7 +138,7 @@ class _Reading:
     complete: bool = False
 
 
-def _body(request: PlayRequest, model: str) -> bytes:
+def _body(request: Playable, model: str) -> bytes:
     return json.dumps(
         {
             "model": model,
@@ -140,7 +154,7 @@ def _body(request: PlayRequest, model: str) -> bytes:
 
 async def _play_one(
     client: aiohttp.ClientSession,
-    request: PlayRequest,
+    request: Playable,
     body: bytes,
     scheduled_s: float,
     start_s: float,

@@ -24,6 +24,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from replay.block_cache import chain_hashes
+from replay.block_watch import BlockWatch
 from replay.engine_model import EngineModel
 from replay.engine_request import EngineRequest, RequestState
 from replay.openai_api import (
@@ -67,6 +68,8 @@ class SimEngineSettings:
     speed: float = 1.0
     stream_interval_s: float = 0.02
     drain_s: float = 5.0
+    kv_cache_metrics: bool = False
+    kv_cache_metrics_sample: float = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,6 +85,8 @@ class SimEngineSettings:
             faults.append(f"--stream-interval-s {self.stream_interval_s:g} is not a time of at least 0.001 s")
         if not 0 <= self.drain_s < float("inf"):
             faults.append(f"--drain-s {self.drain_s:g} is not a time of at least 0 s")
+        if not 0 < self.kv_cache_metrics_sample <= 1:
+            faults.append(f"--kv-cache-metrics-sample {self.kv_cache_metrics_sample:g} is not above 0 and at most 1")
         for option, value in (
             ("--kv-blocks", self.kv_blocks),
             ("--block-size", self.block_size),
@@ -113,7 +118,13 @@ class SimEngine:
         self.engine = EngineModel(
             preset, settings.kv_blocks, settings.block_size, settings.max_batched_tokens, settings.max_seqs
         )
-        self.metrics = SimMetrics(self.engine, settings.model, settings.name, settings.speed)
+        self.metrics = SimMetrics(
+            self.engine, settings.model, settings.name, settings.speed, kv_cache_metrics=settings.kv_cache_metrics
+        )
+        if settings.kv_cache_metrics:
+            self.engine.cache.watch = BlockWatch(
+                settings.kv_cache_metrics_sample, self.metrics.observe_eviction, random.Random(settings.seed)
+            )
         self.max_model_len = min(settings.max_model_len or preset.max_model_len, self.engine.capacity_tokens)
         self._passage = "".join(
             f"{word} " for word in random.Random(settings.seed).choices(WORDS.split(), k=PASSAGE_TOKENS)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from replay.block_watch import Evicted
 from replay.engine_model import EngineModel
 from replay.engine_request import RequestState
 
@@ -25,6 +26,10 @@ LATENCY_BUCKETS_S = (
 TPOT_BUCKETS_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
+BLOCK_BUCKETS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+    1200.0, 1800.0,
+)  # fmt: skip
 TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 LABELS = ("model_name", "engine")
 
@@ -32,7 +37,9 @@ LABELS = ("model_name", "engine")
 class SimMetrics(Collector):
     """The metrics of one engine; `observe_*` are called once per request, the rest costs nothing until scraped."""
 
-    def __init__(self, model: EngineModel, model_name: str, name: str, speed: float) -> None:
+    def __init__(
+        self, model: EngineModel, model_name: str, name: str, speed: float, *, kv_cache_metrics: bool = False
+    ) -> None:
         self._model = model
         self._name = name
         self._speed = speed
@@ -49,6 +56,10 @@ class SimMetrics(Collector):
         self._queue = self._histogram("request_queue_time_seconds", "Time waiting", LATENCY_BUCKETS_S)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens", TOKEN_BUCKETS)
         self._output = self._histogram("request_generation_tokens", "Generated tokens", TOKEN_BUCKETS)
+        if kv_cache_metrics:
+            self._lifetime = self._histogram("kv_block_lifetime_seconds", "Allocation to eviction", BLOCK_BUCKETS_S)
+            self._idle = self._histogram("kv_block_idle_before_evict_seconds", "Last use to eviction", BLOCK_BUCKETS_S)
+            self._gaps = self._histogram("kv_block_reuse_gap_seconds", "Between two uses", BLOCK_BUCKETS_S)
         self.registry.register(self)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -77,6 +88,13 @@ class SimMetrics(Collector):
     def observe_abort(self) -> None:
         """Count a request whose client went away."""
         self._success.labels(*self._values, "abort").inc()
+
+    def observe_eviction(self, block: Evicted) -> None:
+        """Count a sampled KV block that lost its content; only with `kv_cache_metrics`."""
+        self._lifetime.observe(block.lifetime_s)
+        self._idle.observe(block.idle_s)
+        for gap_s in block.reuse_gaps_s:
+            self._gaps.observe(gap_s)
 
     def render(self) -> bytes:
         """Return the text that /metrics answers with."""

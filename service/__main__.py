@@ -4,14 +4,14 @@ gRPC is imported only where it is used: the supervisor starts programs, and need
 """
 
 import asyncio
-import contextlib
 import os
 import sys
 from pathlib import Path
 
 import uvloop
 
-from service.errors import CacheRouteError
+from service.ending import end_when_told
+from service.errors import CacheRouteError, InvalidInput
 from service.files import check_folder
 from service.keys import format_hash, hash_key
 from service.redis_url import parse_redis_url, without_password
@@ -22,7 +22,11 @@ from service.workers import WORKER_OPTION, Seat, read_seat, supervise
 
 
 def run(settings: ServiceSettings) -> None:
-    """Run the service to its end; raise SystemExit when workers did not end well, InvalidInput before any starts."""
+    """Run the service to its end; raise SystemExit when workers did not end well, InvalidInput before any starts.
+
+    Or SystemExit(0) when it is told to end before it runs.
+    """
+    end_when_told()
     if settings.redis_url:
         parse_redis_url(settings.redis_url)
     if settings.state_dir:
@@ -58,16 +62,21 @@ def in_force(settings: ServiceSettings) -> dict[str, object]:
 
 def main() -> None:
     """Run with the settings of the environment alone, or as the worker that standard input describes."""
+    end_when_told()
     try:
         if sys.argv[1:] == [WORKER_OPTION]:
             seat, settings = read_seat(_read_line())
             configure_logging(settings.log_level)
             run_one(settings, seat)
             return
+        if sys.argv[1:]:
+            raise InvalidInput(
+                f"unknown argument {sys.argv[1]!r}: python -m service takes none",
+                "set CACHEROUTE_* variables (docs/settings.md), or give options to cacheroute serve",
+            )
         settings = load_settings(os.environ)
         configure_logging(settings.log_level)
-        with contextlib.suppress(KeyboardInterrupt):
-            run(settings)
+        run(settings)
     except CacheRouteError as exc:
         sys.stderr.write(f"cacheroute: {exc}\n")
         sys.exit(exc.exit_code)

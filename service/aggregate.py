@@ -6,35 +6,46 @@
 A worker that did not answer is left out, and seen in `cacheroute_worker_up` and in /healthz.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
-
 LABEL = "worker"
+# What ends a text in the OpenMetrics format.
+EOF = b"# EOF\n"
+# Names hold no space, so these find the end of a sample's name, whatever its labels hold; a line is a line of the text.
+_LABELLED = re.compile(rb"^([^#\s{]+)\{", re.MULTILINE)
+_PLAIN = re.compile(rb"^([^#\s{]+) ", re.MULTILINE)
+# A family is its description, its other comments, its samples.
+_FAMILY = re.compile(rb"^# HELP ", re.MULTILINE)
+_HEAD = re.compile(rb"(?P<name>\S+) [^\n]*\n(?:# (?:TYPE|UNIT) [^\n]*\n)*")
 
 # address -> (requests in flight, work in bytes)
 Load = dict[str, tuple[int, int]]
 
 
-class Together(Collector):
-    """The series of several texts as one registry would have them."""
+def together_metrics(own: bytes, texts: Iterable[tuple[str, bytes]]) -> bytes:
+    """Return the text of several texts; all in one format of Prometheus, and as prometheus_client writes it.
 
-    def __init__(self, texts: Mapping[int, str], own: Iterable[Metric] = ()) -> None:
-        """texts: worker number -> what its /metrics said, in the plain text format.  own: families of ours."""
-        self._texts, self._own = texts, own
+    own: families of ours, as they are.  texts: (what the label says, text).  The label is put in by text: to parse and
+    write again takes seconds of CPU where this takes tenths (16 workers, 400 endpoints).
+    """
+    families: dict[bytes, tuple[bytes, list[bytes]]] = {}
+    _gather(families, own)
+    for worker, text in texts:
+        label = b'%s="%s"' % (LABEL.encode(), worker.encode())
+        labelled = _LABELLED.sub(rb"\1{" + label + b",", text)
+        _gather(families, _PLAIN.sub(rb"\1{" + label + b"} ", labelled))
+    parts = [part for head, samples in families.values() for part in (head, *samples)]
+    return b"".join((*parts, EOF if own.endswith(EOF) else b""))
 
-    def collect(self) -> Iterable[Metric]:
-        """Return one family a name, those of the first worker first."""
-        families: dict[str, Metric] = {}
-        for worker, text in sorted(self._texts.items()):
-            for family in text_string_to_metric_families(text):
-                kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for sample in family.samples:
-                    kept.samples.append(sample._replace(labels={**sample.labels, LABEL: str(worker)}))
-        return [*self._own, *families.values()]
+
+def _gather(families: dict[bytes, tuple[bytes, list[bytes]]], text: bytes) -> None:
+    """Add a text's samples to those of each family; the first that has a family describes it."""
+    for block in _FAMILY.split(text.removesuffix(EOF))[1:]:
+        found = _HEAD.match(block)
+        assert found is not None, "a family starts with its description"
+        families.setdefault(found["name"], (b"# HELP " + found[0], []))[1].append(block[found.end() :])
 
 
 def together_fleet(answers: Iterable[Mapping[str, Any]], *, others_known: bool) -> dict[str, Any]:

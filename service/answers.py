@@ -1,8 +1,9 @@
 """Decides what each message of a request's stream is answered; what messages look like stands in `messages`.
 
 One stream is one request:
-1. Request headers: read the key, count it, ask fairness, pick, charge the first endpoint, answer with the list. With
-   nothing to pick (503), or a key that has its share already (429), the client is answered instead.
+1. Request headers: read the key, ask fairness, pick, count, charge the first endpoint, answer with the list. With
+   nothing to pick (503), or a key that has its share already (429), the client is answered instead; while no endpoint
+   has ever been found, the request is left to Envoy.
 2. Response headers: learn which endpoint served and with what status; move the charge there when it is another one.
 3. Bodies are sent back as they came where the gateway waits for that, all else is told to continue unchanged.
 4. The end of the stream, whatever ended it, takes the charge back. With `response_trailer_mode: SEND` Envoy keeps the
@@ -138,7 +139,7 @@ class Answers:
             started = time.perf_counter()
             reply = self._decide(stream, request)
             self._telemetry.decide_seconds.observe(time.perf_counter() - started)
-            return (reply,)
+            return (reply,) if reply else ()
         if kind == "response_headers":
             served = self._learn(stream, request)
             return (self._served_reply(request, served) if self._conformance else CONTINUE[kind],)
@@ -159,7 +160,10 @@ class Answers:
         try:
             chosen = self._pick(stream, limits)
         except NoReadyEndpoint as exc:
+            if not self._fleet.known:
+                return self._leave_to_envoy(stream)
             return self._refuse(stream, 503, "no_ready_endpoint" if limits is NO_LIMITS else "subset", str(exc))
+        self._count(stream)
         stream.charged = chosen.endpoints[0]
         self._fleet.charge(stream.charged, stream.work)
         table = self._current.table
@@ -168,7 +172,7 @@ class Answers:
         return self._list(chosen.endpoints) + why
 
     def _read(self, stream: Stream, request: pb.ProcessingRequest) -> dict[str, bytes]:
-        """Learn the key and the work of a request, and count it; return the headers that matter."""
+        """Learn the key and the work of a request; return the headers that matter."""
         found = first_values(request.request_headers, self._wanted)
         length = found.get(CONTENT_LENGTH)
         if length is not None and length[:20].isdigit():
@@ -176,7 +180,6 @@ class Answers:
         key, cause = self._keys.read(found)
         if key is not None:
             stream.key_hash = hash_key(key, self._key_salt)
-            self._rates.count(stream.key_hash, self._clock())
         elif cause:
             self._telemetry.keys_rejected.labels(cause).inc()
             if self._seldom.may(cause):
@@ -204,6 +207,19 @@ class Answers:
                 self._lists.clear()
             part = self._lists[endpoints] = destination(",".join(e.address for e in endpoints))
         return part
+
+    def _count(self, stream: Stream) -> None:
+        """Count a request that is routed: what is refused, and tried again, is no load that a plan could carry."""
+        if stream.key_hash is not None:
+            self._rates.count(stream.key_hash, self._clock())
+
+    def _leave_to_envoy(self, stream: Stream) -> bytes:
+        """End the stream unanswered: Envoy, which may know of endpoints when we do not, goes on by itself."""
+        stream.over = True
+        self._telemetry.left_to_envoy.inc()
+        if self._seldom.may("unknown"):
+            log.warning("requests are left to Envoy: no endpoint has been found yet", remedy="see the discovery's log")
+        return b""
 
     def _refuse(self, stream: Stream, code: int, cause: str, why: str = "") -> bytes:
         stream.over = True
@@ -250,6 +266,7 @@ class Answers:
             # Without a pick there is nothing to compare, and the request is followed all the same.
             with contextlib.suppress(NoReadyEndpoint):
                 self._pick(stream, read_limits(self._fleet, request, found))
+            self._count(stream)
         elif kind == "response_headers" and stream.answered and not stream.responded:
             served = self._learn(stream, request)
             if served is not None and stream.picked is not None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import redis.asyncio as aioredis
+import structlog
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
@@ -28,6 +29,8 @@ DEADLINES = 5
 # After this long without a message a subscription is asked whether it is still there; after twice that it is not.
 QUIET_S = 5
 
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
 
 class Link:
     """One client and its bounds."""
@@ -35,6 +38,13 @@ class Link:
     def __init__(self, url: str) -> None:
         """Connect lazily; raise InvalidInput for a URL that is none."""
         self.target = parse_redis_url(url)
+        # A command that prints a document has no log, and an unconfigured one would go to standard output.
+        if self.target.unverified and structlog.is_configured():
+            log.warning(
+                "the certificate of Redis is not verified, anybody on the way may pose as it",
+                redis=self.target.shown(),
+                remedy="name its authority with ssl_ca_certs in CACHEROUTE_REDIS_URL, without ssl_cert_reqs=none",
+            )
         # Any: the library says `bytes | str` of every reply, ours are bytes, and callers state what they read.
         self.client: Any = _client(self.target)
 

@@ -3,7 +3,7 @@
 CacheRouteError                                            caught by            what the caller does
 + InvalidInput         a value from outside is unusable    planner.cli.main     exit 2, nothing was started or written
 + InvalidPlan          a plan breaks its own rules         service.feed / CLI   keep the last table, count it / exit 3
-+ PlanConflict         somebody published first            planner.job / CLI    plan again from the newer head / exit 4
++ PlanConflict         somebody published first            planner.cycle / CLI  plan again from the newer head / exit 4
 + NotLeading           another planner holds the lease     planner.job / CLI    stand by / exit 4
 + PlanFrozen           an operator keeps planners away     planner.cycle        record it and wait
 + StoreUnavailable     Redis cannot be reached             service.feed / CLI   go on with the last table / exit 5

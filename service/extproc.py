@@ -61,7 +61,8 @@ class ExternalProcessor:
             telemetry.malformed.inc()
             if self._seldom.may("malformed"):
                 log.warning(
-                    "a message is no ProcessingRequest, its stream was closed", remedy="see who dials this port"
+                    "a message is no ProcessingRequest, its stream was closed",
+                    remedy="see who dials this port, and whether the gateway forwards metadata that is not UTF-8",
                 )
         except Exception as exc:
             telemetry.faults.inc()

@@ -7,7 +7,8 @@ Following the plan:
 4. On any failure the last table stays, the failure is counted by cause, and the ack says it.
 5. A head of the version in service that has another digest is such a failure: two plans were published as one.
 6. A plan for none of our endpoints is looked at again when the fleet has changed.
-7. A plan in service is kept on disk (`service.lastgood`); a start that Redis does not answer serves that one.
+7. A plan in service is kept on disk (`service.lastgood`); a start that Redis does not answer serves that one. It
+   gives way to whatever plan Redis has, an older one too: the disk may remember a Redis that is no more.
 
 Each task goes on after a failure of the store, and after a fault of ours, which is logged with its trace: routing must
 not end because the table cannot be renewed. None of the tasks ends before the process does.
@@ -18,6 +19,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -88,9 +90,9 @@ class Feed:
     async def restore(self) -> None:
         """Serve the last good table of an earlier process, if there is one; to be awaited before the first request.
 
-        What Redis holds is compared with it as with any table in service, so a newer plan replaces it.
+        Any plan that Redis has replaces it.
         """
-        table = await asyncio.to_thread(self._last_good.load) if self._last_good is not None else None
+        table = await self._last_good.load() if self._last_good is not None else None
         if table is None or self._last_good is None:
             return
         names = {name for targets in set(table.targets.values()) for name in targets}
@@ -125,10 +127,18 @@ class Feed:
     async def _compare(self, head: Head) -> None:
         table = self._current.table
         published, serving = (head.epoch, head.version), (table.epoch, table.version)
-        if published > serving:
+        same = published == serving and head.sha256 == table.sha256
+        if table.source == "disk" and same:
+            self._current.table, self._error = replace(table, source="redis"), ""
+        elif published > serving or (table.source == "disk" and head.version):
             await self._take(head)
+        elif table.source == "disk":
+            self._error = "served from disk, the pool has no plan; publish one"
         elif published < serving and head.version:
-            self._error = f"the head went back to version {head.version} of epoch {head.epoch}"
+            self._error = (
+                f"the head went back to version {head.version} of epoch {head.epoch}; the next plan published is "
+                "followed, and a restart takes this one"
+            )
         elif published == serving and head.version and head.sha256 != table.sha256:
             self._refuse(head, InvalidPlan("diverged", f"another plan was published as version {head.version} too"))
         else:
@@ -152,7 +162,9 @@ class Feed:
         # A plan that is not there yet may come; one that is wrong stays wrong.
         self._refused = None if exc.cause == "missing" else head
         self._telemetry.plan_failures.labels(exc.cause).inc()
-        log.error("plan refused, serving the last one", version=head.version, cause=exc.cause, error=str(exc))
+        # One that is missing is asked for at every poll; saying so each time would bury everything else.
+        if exc.cause != "missing" or self._seldom.may(f"plan {exc.cause}"):
+            log.error("plan refused, serving the last one", version=head.version, cause=exc.cause, error=str(exc))
 
     async def _apply(self, head: Head) -> None:
         data = await self._store.read_plan_bytes(head.version)
@@ -167,6 +179,9 @@ class Feed:
             )
         old = [self._current.table]
         self._current.table = table
+        older = (head.epoch, head.version) <= (old[0].epoch, old[0].version)
+        if self._last_good is not None and older:  # which happens to a table from disk only
+            self._last_good.overrule()
         self._telemetry.plan_applied.inc()
         log.info("plan in service", version=plan.version, epoch=plan.epoch, keys=len(plan), actor=plan.actor)
         if self._last_good is not None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
-from service.aggregate import LABEL, Together, together_fleet, together_table
+from service.aggregate import LABEL, together_fleet, together_metrics, together_table
 from service.http import reply_json
 from service.telemetry import WORKER_RESTARTS, WORKER_UP
 
@@ -27,6 +29,7 @@ class WorkerPort:
     def __init__(self, number: int, path: str) -> None:
         """Needs a running loop; nothing listens at `path` yet."""
         self.number, self.path = number, path
+        self.served = False  # Whether it was ever seen to take requests; who starts another process resets it.
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(path), timeout=timeout)
 
@@ -49,7 +52,9 @@ class WorkerPort:
 
     async def serves(self) -> bool:
         """Return whether the worker takes requests."""
-        return await self.read("/healthz") is not None
+        serves = await self.read("/healthz") is not None
+        self.served = self.served or serves
+        return serves
 
 
 def build_front(
@@ -60,21 +65,31 @@ def build_front(
     others_known: bool,
 ) -> web.Application:
     """Return the application; restarts: of each worker.  others_known: see `together_fleet`."""
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
 
     async def read(path: str) -> dict[int, Any]:
         found = await asyncio.gather(*(w.read(path) for w in workers))
         return {w.number: document for w, document in zip(workers, found, strict=True) if document is not None}
 
     async def metrics(request: web.Request) -> web.Response:
-        found = await asyncio.gather(*(w.ask("GET", "/metrics") for w in workers))
-        texts = {
-            w.number: answer[1].decode()
+        accept = request.headers.get("Accept", "")
+        encode, content_type = choose_encoder(accept)
+        found = await asyncio.gather(*(w.ask("GET", "/metrics", headers={"Accept": accept}) for w in workers))
+        answered = {
+            w.number: answer[1]
             for w, answer in zip(workers, found, strict=True)
             if answer is not None and answer[0] == 200
         }
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        body = encode(Together(texts, _own(texts, restarts())))
-        return web.Response(body=body, headers={"Content-Type": content_type})
+
+        def together() -> bytes:
+            own = encode(_Own(answered, restarts()))
+            texts = [("supervisor", encode(registry)), *((str(n), text) for n, text in sorted(answered.items()))]
+            return together_metrics(own, texts)
+
+        # In a thread: with many workers and endpoints it takes a tenth of a second.
+        return web.Response(body=await asyncio.to_thread(together), headers={"Content-Type": content_type})
 
     async def healthz(_: web.Request) -> web.Response:
         serving = sum(await asyncio.gather(*(w.serves() for w in workers)))
@@ -85,7 +100,8 @@ def build_front(
 
     async def fleet(_: web.Request) -> web.Response:
         answers = (await read("/fleet")).values()
-        return reply_json(together_fleet(answers, others_known=others_known))
+        together = together_fleet(answers, others_known=others_known)
+        return reply_json(together) if answers else reply_json(NO_WORKER, 503)
 
     async def table(_: web.Request) -> web.Response:
         answers = await read("/table")
@@ -93,7 +109,7 @@ def build_front(
 
     async def explain(request: web.Request) -> web.Response:
         for worker in workers:
-            if (answer := await worker.ask("GET", "/explain", params=request.query)) is not None:
+            if (answer := await worker.ask("GET", request.path_qs)) is not None:
                 return web.Response(body=answer[1], status=answer[0], content_type="application/json")
         return reply_json(NO_WORKER, 503)
 
@@ -109,10 +125,16 @@ def build_front(
     return app
 
 
-def _own(answered: Container[int], restarts: Sequence[int]) -> list[Metric]:
-    up = GaugeMetricFamily(WORKER_UP, "1 when the worker answered.", labels=[LABEL])
-    again = CounterMetricFamily(WORKER_RESTARTS, "Times that the worker ended unasked.", labels=[LABEL])
-    for number, count in enumerate(restarts):
-        up.add_metric([str(number)], float(number in answered))
-        again.add_metric([str(number)], count)
-    return [up, again]
+class _Own(Collector):
+    """What we know of workers whether they answer or not."""
+
+    def __init__(self, answered: Container[int], restarts: Sequence[int]) -> None:
+        self._answered, self._restarts = answered, restarts
+
+    def collect(self) -> list[Metric]:
+        up = GaugeMetricFamily(WORKER_UP, "1 when the worker answered.", labels=[LABEL])
+        again = CounterMetricFamily(WORKER_RESTARTS, "Times that the worker ended unasked.", labels=[LABEL])
+        for number, count in enumerate(self._restarts):
+            up.add_metric([str(number)], float(number in self._answered))
+            again.add_metric([str(number)], count)
+        return [up, again]

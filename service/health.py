@@ -5,17 +5,22 @@
 3. Answers that the fleet takes for faults of the endpoint (`Fleet.answered`) take it out until its next regular probe:
    with `/health` good and requests refused, each interval lets a few requests try again.
 4. A request that ended without any response may be a client's cancel or an engine's reset: it only asks for a probe.
+5. One that connects for us and not for Envoy (mutual TLS, a network policy between them) would come back at once and
+   fail the next request, for ever: out again within `SETTLED_S` of coming back, it stays out for longer each time.
+6. A probe that fails for want of our own means (file descriptors, memory) says nothing about the endpoint.
+7. Whatever an endpoint answers, probing goes on. It is not followed elsewhere: a redirect is no sign of health.
 """
 
 import asyncio
 import contextlib
+import errno
 
 import aiohttp
 import structlog
 
 from service.fleet import Changes, Endpoint, Fleet
 from service.settings import ServiceSettings
-from service.telemetry import Telemetry
+from service.telemetry import Seldom, Telemetry
 
 # Many requests can meet the same dead endpoint: one probe in this time answers them all.
 GAP_S = 0.05
@@ -23,6 +28,11 @@ GAP_S = 0.05
 SUSPECT_GAP_S = 0.25
 # How often slow starts take a step.
 REFRESH_S = 1.0
+SETTLED_S = 10.0
+HELD_MAX_S = 30.0
+# Faults of this machine, not of the endpoint.
+OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+REASON_MAX = 200
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -34,6 +44,10 @@ class _Watched:
         self.task: asyncio.Task[None] | None = None
         self.soon = asyncio.Event()
         self.probed_s = 0.0
+        # Rule 5: when it came back last, how often it went again soon after, and until when it has to stay out.
+        self.back_s = float("-inf")
+        self.relapses = 0
+        self.held_until_s = float("-inf")
 
 
 class Prober:
@@ -45,13 +59,15 @@ class Prober:
         self._watched: dict[Endpoint, _Watched] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._seldom = Seldom()
+        self._panic = False
 
     async def run(self) -> None:
         """Probe until cancelled."""
         timeout = aiohttp.ClientTimeout(total=self._settings.probe_timeout_s)
         connector = aiohttp.TCPConnector(limit=0)
         async with (
-            aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session,
+            aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as self._session,
             asyncio.TaskGroup() as tasks,
         ):
             self._tasks = tasks
@@ -60,6 +76,7 @@ class Prober:
                 while True:
                     await asyncio.sleep(REFRESH_S)
                     self._fleet.refresh()
+                    self._tell_panic()
             finally:
                 self._tasks = None
 
@@ -74,6 +91,11 @@ class Prober:
         if watched is None:
             return
         if self._fleet.connect_failed(endpoint):
+            now = asyncio.get_running_loop().time()
+            watched.relapses = watched.relapses + 1 if now - watched.back_s < SETTLED_S else 0
+            if watched.relapses:
+                held_s = min(self._settings.probe_interval_s * 2.0 ** min(watched.relapses - 1, 16), HELD_MAX_S)
+                watched.held_until_s = now + held_s
             self._tell(endpoint, "unready", "connect")
         watched.soon.set()
 
@@ -99,28 +121,52 @@ class Prober:
                 watched.task = self._tasks.create_task(self._watch(endpoint, watched))
 
     async def _watch(self, endpoint: Endpoint, watched: _Watched) -> None:
-        while True:
+        loop = asyncio.get_running_loop()
+        # A cancellation can be lost in a timeout that comes with it, so it is not all that ends this.
+        while self._tasks is not None and self._watched.get(endpoint) is watched:
             watched.soon.clear()
-            watched.probed_s = asyncio.get_running_loop().time()
-            failure = await self._probe(endpoint)
-            if not failure:
-                if self._fleet.probe_succeeded(endpoint):
+            watched.probed_s = loop.time()
+            failure, refused = await self._probe(endpoint)
+            if failure is None:
+                pass
+            elif not failure:
+                if loop.time() >= watched.held_until_s and self._fleet.probe_succeeded(endpoint):
+                    watched.back_s = loop.time()
                     self._tell(endpoint, "ready", "probe")
-            elif self._fleet.probe_failed(endpoint, allowed=self._settings.probe_failures):
+            elif self._fleet.probe_failed(endpoint, allowed=self._settings.probe_failures, refused=refused):
                 self._tell(endpoint, "unready", "probe", failure)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.probe_interval_s):
                     await watched.soon.wait()
                     await asyncio.sleep(GAP_S)
 
-    async def _probe(self, endpoint: Endpoint) -> str:
-        """Return why the endpoint is not healthy, empty when it is."""
+    async def _probe(self, endpoint: Endpoint) -> tuple[str | None, bool]:
+        """Return why the endpoint is not healthy, empty when it is, None when that is not known; and whether nobody
+        listens there.
+        """
         assert self._session is not None
+        url = f"http://{endpoint.address}{self._settings.probe_path}"
         try:
-            async with self._session.get(f"http://{endpoint.address}{self._settings.probe_path}") as response:
-                return "" if response.status < 400 else f"status {response.status}"
-        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-            return f"{type(exc).__name__}: {exc}"
+            async with self._session.get(url, allow_redirects=False) as response:
+                return ("" if response.status < 300 else f"status {response.status}"), False
+        except Exception as exc:  # What an endpoint sends can make the client raise anything.
+            number = exc.errno if isinstance(exc, OSError) else None
+            if number in OUR_OWN:
+                if self._seldom.may("own"):
+                    remedy = "raise the limit of open files (ulimit -n), or the memory"
+                    log.warning("probes are not possible, endpoints stay as they are", error=str(exc), remedy=remedy)
+                return None, False
+            return f"{type(exc).__name__}: {exc}"[:REASON_MAX], number == errno.ECONNREFUSED
+
+    def _tell_panic(self) -> None:
+        if self._fleet.panic and not self._panic:
+            log.warning(
+                "hardly any endpoint is ready: all are used except where nobody listens",
+                remedy="see why probes fail: /fleet, CACHEROUTE_PROBE_PATH, network policies between here and there",
+            )
+        elif self._panic and not self._fleet.panic:
+            log.info("enough endpoints are ready again")
+        self._panic = self._fleet.panic
 
     def _tell(self, endpoint: Endpoint, to: str, cause: str, why: str = "") -> None:
         self._telemetry.readiness_changes.labels(endpoint.name, to, cause).inc()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from random import Random
 from typing import Any
+from urllib.parse import parse_qsl
 
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
@@ -17,7 +18,7 @@ from service.dispatch import pick
 from service.errors import InvalidInput, NoReadyEndpoint
 from service.fairness import Fairness
 from service.fleet import Endpoint, Fleet
-from service.keys import format_hash, hash_key, normalise
+from service.keys import KeyReader, format_hash, hash_key, normalise
 from service.settings import ServiceSettings, split_address
 from service.table import Current
 from service.telemetry import Telemetry
@@ -42,6 +43,8 @@ def build_app(
 
     status: ok while new requests are welcome, else another word.  fairness: None: nobody is refused for others' sake.
     """
+
+    read_key = KeyReader(("key",), settings.key_max_bytes).read
 
     async def metrics(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
@@ -83,10 +86,13 @@ def build_app(
         )
 
     async def explain(request: web.Request) -> web.Response:
-        raw = normalise(request.query.get("key", "").encode(errors="surrogateescape"))
+        # Not `request.query`, which has replaced what is not UTF-8.
+        query = dict(parse_qsl(request.rel_url.raw_query_string, errors="surrogateescape"))
+        raw = normalise(query.get("key", "").encode(errors="surrogateescape"))
         if not raw:
             return reply_json({"error": "name the key: /explain?key=K"}, 400)
-        usable_key = len(raw) <= settings.key_max_bytes
+        _, rejected = read_key({"key": raw})
+        usable_key = not rejected
         key_hash, table = hash_key(raw, settings.key_salt.encode()), current.table
         targets = table.targets.get(key_hash, ()) if usable_key else ()
         reason, candidates = "refused", tuple[Endpoint, ...]()
@@ -97,9 +103,9 @@ def build_app(
             {
                 "key_hash": format_hash(key_hash),
                 "reason": reason,
-                "rule": _rule(reason, table.version, len(targets))
-                if usable_key
-                else f"the key is longer than {settings.key_max_bytes} bytes and not used: less loaded of two",
+                "rule": _rejected(rejected, settings.key_max_bytes)
+                if rejected and candidates
+                else _rule(reason, table.version, len(targets)),
                 "targets": list(targets),
                 "candidates": [
                     {"name": e.name, "address": e.address, "ready": e.ready, "inflight": e.inflight} for e in candidates
@@ -135,6 +141,11 @@ def _rule(reason: str, version: int, targets: int) -> str:
             return "no endpoint is usable: requests are answered 503"
 
 
+def _rejected(cause: str, max_bytes: int) -> str:
+    why = f"is longer than {max_bytes} bytes" if cause == "too_long" else "is not UTF-8"
+    return f"the key {why} and not used: less loaded of two random endpoints"
+
+
 def reply_json(document: Any, status: int = 200) -> web.Response:
     """Return a document as a response, one line."""
     return web.Response(body=json.dumps(document).encode() + b"\n", status=status, content_type="application/json")
@@ -153,6 +164,11 @@ async def listen_http(app: web.Application, address: str) -> web.AppRunner:
         why = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
         raise InvalidInput(f"--http {address}: {why}", "free it or choose another one") from exc
     return runner
+
+
+def http_port(runner: web.AppRunner) -> int:
+    """Return the port that `listen_http` listens on."""
+    return int(runner.addresses[0][1])
 
 
 async def listen_private(app: web.Application, path: str) -> web.AppRunner:

@@ -21,6 +21,8 @@ from service.telemetry import Telemetry
 TTL_MIN_S, TTL_PERIODS = 3.0, 12
 # How long the first exchange may take, before anything is served.
 FIRST_S = 1.0
+LEAST_S = 0.05
+SAME_S = 0.001
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -60,7 +62,7 @@ class Leases:
             await asyncio.Event().wait()
         while not _ending():
             await self._surviving(self._ttl_s / 2)
-            await asyncio.sleep(self._settings.load_exchange_s)
+            await asyncio.sleep(min(self._settings.load_exchange_s, max(LEAST_S, self._ttl_s - self.age_s())))
 
     async def exchange(self, timeout_s: float) -> None:
         """Report and be granted; raise StoreUnavailable, then with leases as they were or, if those ended, alone."""
@@ -69,13 +71,17 @@ class Leases:
         if self._store is None:
             self._fairness.alone()
             return
+        # Redis gives these slots away when their time is over, whether or not an answer is on its way.
+        timeout_s = (
+            max(LEAST_S, min(timeout_s, self._ttl_s - self.age_s())) if self._leased_at is not None else timeout_s
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._store.lease(
                     self._settings.instance, report, cap=self._fairness.key_max, ttl_ms=int(1000 * self._ttl_s)
                 )
         except (StoreUnavailable, TimeoutError) as exc:
-            if self.age_s() >= self._ttl_s:
+            if self.age_s() >= self._ttl_s - SAME_S:
                 self._fairness.alone()
             if isinstance(exc, TimeoutError):
                 raise StoreUnavailable(f"no answer within {timeout_s:g} s; see that Redis is not overloaded") from exc

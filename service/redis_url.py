@@ -7,7 +7,8 @@
 
 Query parameters: `db`, `username`, `password`, `sentinel_username`, `sentinel_password`, `socket_timeout` (seconds),
 and for TLS `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`, `ssl_cert_reqs`, `ssl_ciphers`, all as
-redis-py names them. Signs that mean something in a URL are percent-encoded, in a password too.
+redis-py names them. Signs that mean something in a URL are percent-encoded, in a password too; a plus is a plus. What
+is said twice is refused.
 
 A URL is checked whole before anything connects. No error repeats what may be a secret: a URL that cannot be read is not
 shown, and a query never is.
@@ -16,8 +17,9 @@ shown, and a query never is.
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from typing import Any, Literal
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote
 
 from service.errors import InvalidInput
 
@@ -25,7 +27,7 @@ REMEDY = (
     "use redis://[user:password@]host:port/db, redis+sentinel://host:port,host:port/MASTER or "
     "redis+cluster://host:port,host:port, rediss for TLS, special signs of a password percent-encoded"
 )
-TIMEOUT_S, LONGEST_TIMEOUT_S = 0.5, 10.0
+SHORTEST_TIMEOUT_S, TIMEOUT_S, LONGEST_TIMEOUT_S = 0.01, 0.5, 10.0
 PORTS = {"server": 6379, "sentinel": 26379, "cluster": 6379}
 DATABASES = 16384
 
@@ -49,10 +51,17 @@ class RedisTarget:
 
     def shown(self) -> str:
         """Return the URL as logs and errors may show it: without user, password and query."""
-        where = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
+        where = ",".join(
+            f"[{host.replace('%', '%25')}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts
+        )
         if self.socket:
             return f"{self.scheme}://{self.socket}"
         return f"{self.scheme}://{where}" + ("" if self.mode == "cluster" else f"/{self.master or self.db}")
+
+    @property
+    def unverified(self) -> bool:
+        """Return whether anybody may pose as the server, which TLS should keep from."""
+        return self.tls is not None and self.tls.get("ssl_cert_reqs") == "none"
 
     def scrub(self, text: str) -> str:
         """Return a text of the client or the server without our secrets, in case it repeats what it was sent."""
@@ -87,36 +96,38 @@ def parse_redis_url(url: str) -> RedisTarget:
 def _parse(url: str) -> RedisTarget:
     if any(sign.isspace() or not sign.isprintable() for sign in url):
         raise ValueError("it has blanks or control characters")
-    scheme, separator, _ = url.partition("://")
+    scheme, separator, rest = url.partition("://")
     scheme = scheme.lower()
     base, _, kind = scheme.partition("+")
     if not separator or base not in ("redis", "rediss", "unix") or (kind and base == "unix"):
         raise ValueError("it does not start with redis://, rediss://, redis+sentinel:// or redis+cluster://")
     if kind not in ("", "sentinel", "cluster"):
         raise ValueError("after redis+ comes sentinel or cluster")
-    try:
-        parts = urlsplit(url)
-        query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True)) if parts.query else {}
-    except ValueError:
-        raise ValueError("it is no URL") from None
-    if parts.fragment:
+    if "#" in rest:
         raise ValueError("it has a #")
-    options = _options(query, tls=base == "rediss")
+    rest, _, query = rest.partition("?")
+    place, slash, path = rest.partition("/")
+    options = _options(_pairs(query), tls=base == "rediss")
+    path = unquote(path)
     if base == "unix":
-        if parts.netloc or not parts.path:
+        if place or not path:
             raise ValueError("unix:// is followed by the path of a socket")
-        return RedisTarget(mode="server", scheme=scheme, hosts=(), socket=unquote(parts.path), **options)
+        return RedisTarget(mode="server", scheme=scheme, hosts=(), socket=slash + path, **options)
     mode: Literal["server", "sentinel", "cluster"] = (
         "sentinel" if kind == "sentinel" else "cluster" if kind == "cluster" else "server"
     )
-    user, _, where = parts.netloc.rpartition("@")
-    options |= _user(user) if user else {}
+    user, _, where = place.rpartition("@")
+    before = _user(user) if user else {}
+    if before.keys() & options.keys():
+        raise ValueError("user or password stand both before the host and in its query")
+    options |= before
     hosts = tuple(_host(part, PORTS[mode]) for part in where.split(","))
-    path = unquote(parts.path.removeprefix("/"))
     if mode == "server":
         if len(hosts) > 1:
             raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
         if path:
+            if "db" in options:
+                raise ValueError("the database stands both after the host and in its query")
             options["db"] = _database(path)
     elif mode == "sentinel":
         if not path or not all(sign.isalnum() or sign in "._-" for sign in path):
@@ -143,22 +154,29 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
         host, closed, rest = text[1:].partition("]")
         if not closed or (rest and not rest.startswith(":")):
             raise ValueError("an IPv6 host is written [address]:port")
-        port = rest[1:]
+        port, host = rest[1:], unquote(host)
+        try:
+            IPv6Address(host)
+        except ValueError:
+            raise ValueError("what stands in brackets is no IPv6 address") from None
     elif ":" in text:
         host, _, port = text.rpartition(":")
-    elif text:
-        port = str(default_port)
-    plain = host.replace(":", "").replace(".", "").replace("-", "").replace("_", "").replace("%", "")
-    if not plain.isalnum() or not host.isascii() or (":" in host and not text.startswith("[")):
-        raise ValueError("a host is missing or is none")
+    if not text.startswith("["):
+        plain = host.replace(".", "").replace("-", "").replace("_", "")
+        if not plain.isalnum() or not host.isascii():
+            raise ValueError("a host is missing or is none")
     port = port or str(default_port)
-    if not port.isdecimal() or not 0 < int(port) <= 65535:
+    if not _is_number(port) or not 0 < int(port) <= 65535:
         raise ValueError("a port is not a number of 1 to 65535")
     return host, int(port)
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5
+
+
 def _database(text: str) -> int:
-    if not text.isdecimal() or int(text) >= DATABASES:
+    if not _is_number(text) or int(text) >= DATABASES:
         raise ValueError("the database after the host is not a small number")
     return int(text)
 
@@ -180,8 +198,8 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= LONGEST_TIMEOUT_S:
-        raise ValueError(f"socket_timeout is not above 0 and up to {LONGEST_TIMEOUT_S:g} seconds")
+    if not SHORTEST_TIMEOUT_S <= seconds <= LONGEST_TIMEOUT_S:
+        raise ValueError(f"socket_timeout is not {SHORTEST_TIMEOUT_S:g} to {LONGEST_TIMEOUT_S:g} seconds")
     return seconds
 
 
@@ -203,17 +221,31 @@ TLS: Mapping[str, Callable[[str], Any]] = {
 }
 
 
-def _options(query: Mapping[str, str], *, tls: bool) -> dict[str, Any]:
+def _pairs(query: str) -> list[tuple[str, str]]:
+    """Return the decoded names and values of a query."""
+    pairs = [part.partition("=") for part in query.split("&")] if query else []
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError("it is no URL")
+    # Not as a form decodes them, where a plus is a blank: passwords have such signs.
+    return [(unquote(name), unquote(value)) for name, _, value in pairs]
+
+
+def _options(pairs: list[tuple[str, str]], *, tls: bool) -> dict[str, Any]:
+    query = dict(pairs)
     unknown = [name for name in query if name not in PLAIN and name not in TLS]
     if unknown:
         # Not which: what stands after an unescaped question mark of a password would be shown.
         raise ValueError(f"its query has other names than {', '.join((*PLAIN, *TLS))}")
+    if len(query) < len(pairs):
+        raise ValueError("a parameter of its query stands twice")
     if not tls and any(name in TLS for name in query):
         raise ValueError("ssl_… parameters need rediss://")
     options = {name: read(query[name]) for name, read in PLAIN.items() if name in query}
     if "socket_timeout" in options:
         options["timeout_s"] = options.pop("socket_timeout")
     if tls:
+        if empty := [name for name in TLS if query.get(name) == ""]:
+            raise ValueError(f"{empty[0]} is empty")
         options["tls"] = {name: read(query[name]) for name, read in TLS.items() if name in query}
         if options["tls"].get("ssl_cert_reqs") == "none":
             options["tls"]["ssl_check_hostname"] = False

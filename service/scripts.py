@@ -15,7 +15,7 @@ class Script:
 
 
 # KEYS: head, plan, log, plan that falls out of those kept, leader, freeze, cycles.
-# ARGV: expected version, version, epoch, bytes, sha256, created_at, actor, reason, seconds that the plan which falls out
+# ARGV: expected version, version, epoch, bytes, sha256, created_at, actor, reason, seconds that the plan falling out
 # stays, length of the log, number of keys, channel, lease that the publisher holds ('': an operator), record of the
 # cycle (''), length of the cycles.
 # Returns {1, version}; {0, published version}: it is not the expected one; {2, who leads, or ''}; {3, freeze}.
@@ -121,4 +121,20 @@ if ARGV[4] ~= '' then
 end
 for i = 7, #ARGV, 2 do redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return 1
+""")
+
+# KEYS: what an instance says, instances.
+# ARGV: instance, milliseconds that it holds, seconds after which an instance without a sign is dead, then field and
+# value in turn.
+# Returns the instances that live. By this server's clock alone: a host with a wrong one would take out all others.
+SIGN = Script("""
+local now = tonumber(redis.call('TIME')[1])
+-- First what a server without memory refuses: after a deletion it would let all pass.
+redis.call('ZADD', KEYS[2], now, ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[3])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], now + ARGV[3], '+inf')
+redis.call('DEL', KEYS[1])
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+if #ARGV > 3 then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return redis.call('ZRANGE', KEYS[2], 0, -1)
 """)

@@ -10,6 +10,9 @@
 3. One process alone does not share its port. Workers do, under a supervisor that holds it (`service.ports`).
 """
 
+import asyncio
+from typing import Any
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
@@ -70,7 +73,10 @@ def new_server(
 def bind(
     server: grpc.aio.Server, listen: str, *, shares_port: bool = False, certificates: Certificates | None = None
 ) -> int:
-    """Bind the server, with TLS where certificates are given; return the port, raise InvalidInput when it is taken."""
+    """Bind the server, with TLS where certificates are given; return the port, raise InvalidInput when it is taken.
+
+    From here on clients connect, so start the server at once: until then they wait.
+    """
     if not shares_port:
         # A plain socket's error says why; gRPC's only says that it failed, in a log of its own.
         check_port(listen)
@@ -110,7 +116,7 @@ class Health:
 
     def __init__(self, server: grpc.aio.Server) -> None:
         """Add them to a server that has not started."""
-        self._servicer = grpc_health.HealthServicer()
+        self._servicer = _Servicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def serve(self) -> None:
@@ -123,3 +129,32 @@ class Health:
         for name in HEALTH_SERVICES:
             if name != ALIVE_WHILE_DRAINING:
                 await self._servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def end_watches(self) -> None:
+        """End the streams of those who watch: they are no requests, and would hold the end of the server up."""
+        self._servicer.end_watches()
+
+
+class _Servicer(grpc_health.HealthServicer):  # type: ignore[misc]  # it has no types
+    """The health service of gRPC, with watches that can be ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches: set[asyncio.Task[None]] = set()
+        self._over = False
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802  # gRPC's name
+        watch = asyncio.ensure_future(super().Watch(request, context))
+        self._watches.add(watch)
+        try:
+            await watch
+        except asyncio.CancelledError:
+            if not self._over:
+                raise
+        finally:
+            self._watches.discard(watch)
+
+    def end_watches(self) -> None:
+        self._over = True
+        for watch in self._watches:
+            watch.cancel()

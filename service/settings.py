@@ -2,10 +2,11 @@
 
 Every name is `CACHEROUTE_` + the field's name in capitals. Lists are comma-separated. An unknown `CACHEROUTE_*` name is
 refused, since a misspelt setting that is silently ignored is found at night; names of other rooms have prefixes of
-their own (OTHER_ROOMS) and are checked there.
+their own (OTHER_ROOMS) and are checked there. So is a setting that would do nothing beside the others.
 """
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from ipaddress import ip_address
@@ -23,7 +24,14 @@ PREFIX = "CACHEROUTE_"
 # The planner's and the engine patch's own variables, and where the tests find whole traces and keep Envoys.
 OTHER_ROOMS = ("CACHEROUTE_PLANNER_", "CACHEROUTE_ENGINE_", "CACHEROUTE_TRACES", "CACHEROUTE_ENVOY_CACHE")
 
+# What Kubernetes puts into every pod of a namespace for each Service there; one may be called `cacheroute`.
+SERVICE_LINK = re.compile(
+    r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII
+)
+
 SALT_MIN_BYTES = 16
+# Values that are shown in no error.
+SECRETS = ("key_salt", "fair_weight")
 # Settings that are also options of `cacheroute serve`.
 OPTIONS = {
     "listen": "--listen",
@@ -49,7 +57,7 @@ class ServiceSettings(BaseSettings):
     workers: int = Field(default=1, ge=1, le=64)
     endpoint: CommaList = ()
     discover: str = ""
-    discover_interval_s: float = Field(default=5.0, gt=0, le=3600)
+    discover_interval_s: float = Field(default=5.0, ge=0.5, le=3600)
     dns_server: str = ""
     slow_start_s: float = Field(default=30.0, ge=0, le=3600)
     key_header: CommaList = ("x-tenant-id",)
@@ -67,7 +75,7 @@ class ServiceSettings(BaseSettings):
     rate_flush_s: float = Field(default=1.0, gt=0, le=60)
     plan_poll_s: float = Field(default=2.0, gt=0, le=3600)
     load_exchange_s: float = Field(default=0.25, gt=0, le=60)
-    probe_path: str = "/health"
+    probe_path: str = Field(default="/health", pattern=r"^/[!-~]*$")
     probe_interval_s: float = Field(default=1.0, gt=0, le=3600)
     probe_timeout_s: float = Field(default=1.0, gt=0, le=60)
     probe_failures: int = Field(default=2, ge=1)
@@ -79,8 +87,8 @@ class ServiceSettings(BaseSettings):
     message_max_bytes: int = Field(default=4 * 1024 * 1024, ge=65536)
     body_echo: Literal["auto", "always", "never"] = "auto"
     conformance: bool = False
-    key_inflight_max: int = Field(default=0, ge=0)
-    fleet_inflight_max: int = Field(default=0, ge=0)
+    key_inflight_max: int = Field(default=0, ge=0, le=2**31)
+    fleet_inflight_max: int = Field(default=0, ge=0, le=2**31)
     fair_weight: CommaList = ()
     tls_cert: str = ""
     tls_key: str = ""
@@ -108,6 +116,12 @@ class ServiceSettings(BaseSettings):
     def _weights(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         parse_weights(value)
         return value
+
+    @field_validator("pool", mode="before")
+    @classmethod
+    def _pool(cls, value: Any) -> Any:
+        # As the commands that look at a pool take an empty name.
+        return value or "default"
 
     @field_validator("key_salt")
     @classmethod
@@ -138,8 +152,7 @@ class ServiceSettings(BaseSettings):
     @field_validator("endpoint")
     @classmethod
     def _endpoints(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        parse_endpoints(value)
-        return value
+        return tuple(f"{name}={address}" for name, address in parse_endpoints(value))
 
 
 def load_settings(environ: Mapping[str, str], **given: object) -> ServiceSettings:
@@ -158,8 +171,34 @@ def load_settings(environ: Mapping[str, str], **given: object) -> ServiceSetting
             "endpoints are both named and to be discovered" if settings.discover else "no endpoint is named",
             "give --endpoint NAME=IP:PORT (CACHEROUTE_ENDPOINT) or --discover (CACHEROUTE_DISCOVER), one of the two",
         )
+    _check_idle(settings)
     _check_tls(settings)
     return settings
+
+
+def _check_idle(settings: ServiceSettings) -> None:
+    """Raise InvalidInput for a setting that does nothing beside the others."""
+    if settings.state_dir and not settings.redis_url:
+        raise InvalidInput(
+            "CACHEROUTE_STATE_DIR keeps plans, and no Redis is named that they come from",
+            "set CACHEROUTE_REDIS_URL (--redis), or unset it",
+        )
+    if settings.fair_weight and not settings.fleet_inflight_max:
+        raise InvalidInput(
+            "CACHEROUTE_FAIR_WEIGHT divides CACHEROUTE_FLEET_INFLIGHT_MAX, which is 0: no limit",
+            "set the limit, or unset the weights",
+        )
+    if settings.dns_server and not settings.discover.startswith(("dns:", "srv:")):
+        raise InvalidInput(
+            "CACHEROUTE_DNS_SERVER is named, and no endpoint is looked up in DNS",
+            "unset it, or discover by dns:HOST:PORT or srv:NAME",
+        )
+    if settings.rate_keep_s < 2 * settings.rate_window_s:
+        raise InvalidInput(
+            f"CACHEROUTE_RATE_KEEP_S = {settings.rate_keep_s} is less than two windows of "
+            f"{settings.rate_window_s} s (CACHEROUTE_RATE_WINDOW_S): counts would be gone before they are read",
+            "keep them for longer, or count in shorter windows",
+        )
 
 
 def _check_tls(settings: ServiceSettings) -> None:
@@ -175,12 +214,16 @@ def _check_tls(settings: ServiceSettings) -> None:
 
 
 def refuse_unknown(environ: Mapping[str, str], prefix: str, known: set[str], elsewhere: tuple[str, ...] = ()) -> None:
-    """Raise InvalidInput for a variable that starts with `prefix` and is no setting of ours or of `elsewhere`."""
+    """Raise InvalidInput for a variable that starts with `prefix` and is no setting of ours or of `elsewhere`.
+
+    Names of the form that Kubernetes gives to what it tells about Services are nobody's settings and pass.
+    """
     unknown = sorted(
         name
         for name in environ
         if name.startswith(prefix)
         and name.removeprefix(prefix) not in known
+        and not SERVICE_LINK.fullmatch(name.removeprefix(prefix))
         and not name.startswith(elsewhere or ("\0",))
     )
     if unknown:
@@ -197,7 +240,7 @@ def describe(exc: ValidationError, prefix: str) -> str:
         field = str(error["loc"][0]) if error["loc"] else "settings"
         variable = prefix + field.upper()
         name = f"{OPTIONS[field]} ({variable})" if field in OPTIONS else variable
-        shown = "…" if field == "key_salt" else repr(error["input"])
+        shown = "…" if field in SECRETS else repr(error["input"])
         why = error["msg"].removeprefix("Value error, ")
         faults.append(f"{name} = {shown}: {why}")
     return "; ".join(faults)
@@ -212,33 +255,44 @@ def check_salt(value: str) -> str:
 
 def split_address(value: str) -> tuple[str, int]:
     """Return host and port of `host:port` or `[v6]:port`; raise ValueError naming what is wrong."""
-    host, sep, port = value.rpartition(":")
-    if not sep or not port.isdigit() or not 0 <= int(port) <= 65535 or not host:
-        raise ValueError(f"{value!r} is not HOST:PORT with a port of 0 to 65535")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:]+)):([0-9]{1,5})", value)
+    if not found or int(found[3]) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT with a port of 0 to 65535, or [IPV6]:PORT")
+    return found[1] or found[2], int(found[3])
 
 
 def parse_endpoints(values: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """Return (name, ip:port) of each `NAME=IP:PORT`; raise ValueError for a bad or repeated one.
 
-    The address must be an IP: it is what Envoy compares with the hosts of its cluster, which knows no names.
+    The address must be an IP: it is what Envoy compares with the hosts of its cluster, which knows no names. It is
+    returned as Envoy writes it, however it was written.
     """
     pairs: list[tuple[str, str]] = []
     for value in values:
         name, sep, address = value.partition("=")
         if not sep or not name:
             raise ValueError(f"{value!r} is not NAME=IP:PORT")
-        host, _ = split_address(address)
+        host, port = split_address(address)
         try:
-            ip_address(host)
+            pairs.append((name, f"{_as_envoy_writes(host)}:{port}"))
         except ValueError:
             raise ValueError(f"{value!r}: {host!r} is not an IP address, and Envoy picks endpoints by IP") from None
-        pairs.append((name, address))
+        if not port:
+            raise ValueError(f"{value!r}: no server listens on port 0")
     for what, items in (("name", [n for n, _ in pairs]), ("address", [a for _, a in pairs])):
         twice = sorted({i for i in items if items.count(i) > 1})
         if twice:
             raise ValueError(f"endpoint {what} {', '.join(twice)} stands twice")
     return tuple(pairs)
+
+
+def _as_envoy_writes(host: str) -> str:
+    ip = ip_address(host)
+    if ip.version == 4:
+        return str(ip)
+    if ip.scope_id:
+        raise ValueError("a zone is this machine's own")
+    return f"[{socket.inet_ntop(socket.AF_INET6, ip.packed)}]"
 
 
 DISCOVER_FORMS = "dns:HOST:PORT, srv:NAME or k8s:NAMESPACE/SERVICE[:PORT-NAME]"
@@ -251,7 +305,7 @@ def parse_discover(value: str) -> tuple[str, str, str]:
     """
     source, _, rest = value.partition(":")
     host, colon, port = rest.rpartition(":")
-    if source == "dns" and host and port.isdigit() and 0 < int(port) <= 65535:
+    if source == "dns" and host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) <= 65535:
         return source, host, port
     if source == "srv" and rest and not colon:
         return source, rest, ""

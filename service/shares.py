@@ -89,9 +89,9 @@ def part(slots: int, wanted: Mapping[int, int], place: int, count: int) -> int:
 
 
 def parse_weights(values: tuple[str, ...]) -> dict[bytes, float]:
-    """Return normalised key -> weight of each `KEY=WEIGHT`; raise ValueError for a bad or repeated one."""
+    """Return normalised key -> weight of each `KEY=WEIGHT`; raise ValueError that tells its place for a bad one."""
     weights: dict[bytes, float] = {}
-    for value in values:
+    for place, value in enumerate(values, start=1):
         name, sep, number = value.rpartition("=")
         try:
             weight = float(number)
@@ -99,8 +99,8 @@ def parse_weights(values: tuple[str, ...]) -> dict[bytes, float]:
             weight = 0.0
         key = normalise(name.encode())
         if not sep or not key or not 0 < weight <= 1e6:
-            raise ValueError(f"{value!r} is not KEY=WEIGHT with a weight above 0")
+            raise ValueError(f"number {place} is not KEY=WEIGHT with a weight above 0 and up to 1000000")
         if key in weights:
-            raise ValueError(f"{name!r} has two weights")
+            raise ValueError(f"the key of number {place} has two weights")
         weights[key] = weight
     return weights

@@ -4,17 +4,19 @@ No label has unbounded values: endpoints are those of the configuration, causes 
 never appears; the decision metadata that Envoy logs carries its hash.
 """
 
+import json
 import logging
 import math
 import sys
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -63,11 +65,27 @@ def configure_logging(level: str) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             # Without local variables, which can hold keys and passwords.
             structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
-            structlog.processors.JSONRenderer(),
+            structlog.processors.JSONRenderer(_to_json),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """Return JSON that every reader takes: it has no infinity, which settings and figures may be; written as text."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_finite(value), **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class Seldom:
@@ -130,6 +148,9 @@ class Telemetry:
         )
         self.streams_refused = Counter(
             "cacheroute_streams_refused", "Streams closed unanswered because too many are open.", registry=registry
+        )
+        self.left_to_envoy = Counter(
+            "cacheroute_left_to_envoy", "Requests not answered since no endpoint has been found yet.", registry=registry
         )
         self.faults = Counter(
             "cacheroute_faults", "Faults of ours on the request path; the stream was closed.", registry=registry
@@ -202,6 +223,15 @@ class Telemetry:
         """Export the state of fleet and table, read when scraped instead of updated when changed."""
         self.registry.register(_State(fleet, current, clock))
 
+    def watch_certificate(self, expires_s: Callable[[], float]) -> None:
+        """Export when the certificate in service expires; expires_s: Unix time."""
+        expiry = Gauge(
+            "cacheroute_tls_certificate_expiry_timestamp_seconds",
+            "When the certificate in service expires, Unix time.",
+            registry=self.registry,
+        )
+        expiry.set_function(expires_s)
+
     def watch_limits(self, fairness: Fairness, age_s: Callable[[], float]) -> None:
         """Export how full the fleet is; age_s: how long ago leases were given."""
         self.registry.register(_Limits(fairness, age_s))
@@ -264,6 +294,9 @@ class _State(Collector):
             GaugeMetricFamily("cacheroute_plan_version", "Version of the plan in service, 0: none.", table.version),
             GaugeMetricFamily("cacheroute_plan_age_seconds", "Time since its publication.", table.age_s(self._clock())),
             GaugeMetricFamily("cacheroute_plan_keys", "Keys it admits.", len(table.targets)),
+            GaugeMetricFamily(
+                "cacheroute_panic", "1 while hardly any endpoint is ready and others are used too.", self._fleet.panic
+            ),
         ]
         for name, help_text, value in (
             ("cacheroute_endpoint_ready", "1 when the endpoint gets new requests.", lambda e: float(e.usable)),

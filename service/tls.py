@@ -2,7 +2,8 @@
 
 1. Files are compared by content, every `POLL_S`: a Kubernetes secret changes by swapping a symbolic link, which leaves
    times and sizes as they may.
-2. A certificate is taken only with the key that fits it. While a rotation is half written they do not fit, and the
+2. A certificate is taken only with the key that fits it, of a kind that gRPC can serve and that is strong: RSA of 2048
+   bits or more, the curves P-256, P-384 and P-521, Ed25519. While a rotation is half written they do not fit, and the
    last good pair stays; the next look finds the other half.
 3. What cannot be used stops the start. Later it is counted by cause and told once a minute: service goes on.
 4. An expired certificate is used, since a gateway may not check that, and told.
@@ -19,11 +20,16 @@ from typing import NamedTuple
 import structlog
 
 from service.errors import InvalidInput
+from service.files import Aside
 from service.settings import ServiceSettings
 from service.telemetry import Seldom, Telemetry
 
 POLL_S = 1.0
+READ_S = 5.0
 SELF_SIGNED_DAYS = 3650
+RSA_MIN_BITS = 2048
+# As people call them: as OpenSSL does.
+CURVES = {"P-256": "secp256r1", "P-384": "secp384r1", "P-521": "secp521r1"}
 SOON = datetime.timedelta(days=7)
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -38,7 +44,7 @@ class Pair(NamedTuple):
 
 
 class Unusable(InvalidInput):
-    """A certificate, key or CA that cannot be used; `cause` is unreadable, malformed or mismatch."""
+    """A certificate, key or CA that cannot be used; `cause` is unreadable, malformed, mismatch or weak."""
 
     def __init__(self, cause: str, what: str, remedy: str) -> None:
         super().__init__(what, remedy)
@@ -52,8 +58,15 @@ class Certificates:
         """pair: what `first_pair` returned."""
         self._settings, self._telemetry = settings, telemetry
         self.current = pair
+        self._expires = expiry(pair)
+        self._aside = Aside()
+        telemetry.watch_certificate(self.expires_s)
         self._seldom = Seldom()
         self._warned = Seldom(period_s=3600.0)
+
+    def expires_s(self) -> float:
+        """Return when the certificate in service expires, as Unix time."""
+        return self._expires.timestamp()
 
     async def run(self) -> None:
         """Look for changes until cancelled."""
@@ -65,17 +78,25 @@ class Certificates:
     async def refresh(self) -> None:
         """Take the files as they are now, if they are others and can be used."""
         try:
-            pair = await asyncio.to_thread(self._read)
-            if pair != self.current:
-                expires = await asyncio.to_thread(check_pair, self._settings, pair)
-                self.current = pair
+            try:
+                found = await self._aside.run(self._look, READ_S)
+            except OSError as exc:
+                what = f"the certificate's files gave no answer in {READ_S:g} s"
+                raise Unusable("unreadable", what, "look at the disk that holds them") from exc
+            if found is not None:
+                self.current, self._expires = found
                 self._telemetry.tls_reloads.inc()
-                log.info("certificate taken into service", file=self._settings.tls_cert, expires=expires.isoformat())
+                log.info("certificate taken into service", file=self._settings.tls_cert, expires=found[1].isoformat())
                 self._warned = Seldom(period_s=3600.0)
         except Unusable as exc:
             self._telemetry.tls_failures.labels(exc.cause).inc()
             if self._seldom.may(exc.cause):
                 log.error("certificate refused, serving with the last one", cause=exc.cause, error=str(exc))
+
+    def _look(self) -> tuple[Pair, datetime.datetime] | None:
+        """Return a new pair and when it expires, None when the files are as they were; in a thread."""
+        pair = self._read()
+        return None if pair == self.current else (pair, check_pair(self._settings, pair))
 
     def _read(self) -> Pair:
         # A self-signed pair stays for the life of the process; whom it verifies clients by may change.
@@ -85,7 +106,7 @@ class Certificates:
 
     def warn_of_expiry(self) -> None:
         """Tell, once an hour, when the certificate has expired or soon will."""
-        expires = expiry(self.current)
+        expires = self._expires
         left = expires - datetime.datetime.now(datetime.UTC)
         if left < SOON and self._warned.may("expiry"):
             log.warning(
@@ -115,7 +136,7 @@ def read_pair(settings: ServiceSettings) -> Pair:
 
 
 def check_pair(settings: ServiceSettings, pair: Pair) -> datetime.datetime:
-    """Return when the certificate expires; raise Unusable when a part is malformed or the key does not fit."""
+    """Return when the certificate expires; raise Unusable for a part that is malformed or weak or does not fit."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
     from cryptography.x509 import load_pem_x509_certificates
@@ -138,6 +159,12 @@ def check_pair(settings: ServiceSettings, pair: Pair) -> datetime.datetime:
             f"{where} does not fit the certificate {settings.tls_cert}",
             "give the key that the first certificate of the file was made for",
         )
+    if (kind := _unsuitable(key)) is not None:
+        raise Unusable(
+            "weak",
+            f"{where} is {kind}, which cannot be served",
+            f"give a key of another kind: RSA of {RSA_MIN_BITS} bits or more, {', '.join(CURVES)} or Ed25519",
+        )
     if pair.client_ca is not None:
         try:
             load_pem_x509_certificates(pair.client_ca)
@@ -145,6 +172,20 @@ def check_pair(settings: ServiceSettings, pair: Pair) -> datetime.datetime:
             where = f"CACHEROUTE_TLS_CLIENT_CA {settings.tls_client_ca}"
             raise Unusable("malformed", f"{where} holds no PEM certificate", "give the CA that signs clients") from exc
     return leaf.not_valid_after_utc
+
+
+def _unsuitable(key: object) -> str | None:
+    """Return what kind of key it is if it is none that we serve, else None."""
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+    match key:
+        case rsa.RSAPrivateKey():
+            return f"RSA of {key.key_size} bits" if key.key_size < RSA_MIN_BITS else None
+        case ec.EllipticCurvePrivateKey():
+            return f"of the curve {key.curve.name}" if key.curve.name not in CURVES.values() else None
+        case ed25519.Ed25519PrivateKey():
+            return None
+    return f"a {type(key).__name__.removesuffix('PrivateKey').lstrip('_')} key"
 
 
 def self_signed() -> Pair:

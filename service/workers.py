@@ -4,34 +4,37 @@
 2. A worker is `python -m service --worker`: a new program, since gRPC does not survive a fork. What it is to do comes
    as one JSON line on its standard input, which then stays open: when it closes we are gone, and the worker ends.
 3. The first worker is started alone, so that a fault of the settings is told once and ends the start with its exit
-   code. After the start a worker that ends unasked is started again, at once and then ever later.
+   code. After the start a worker that ends unasked, or cannot be started, is started again, at once and then ever
+   later. One that answers nothing at `HANGS` looks, or is not ready after `STARTS`, is killed, and started again too.
 4. The HTTP port is ours. Workers answer on sockets in a private folder; `service.aggregate` makes one answer of theirs.
 5. Without Redis nobody else tells workers of each other's load: each is given the sum of the others' every
    `load_exchange_s`, and answers with its own. With Redis each is an instance like any other.
-6. SIGTERM goes on to the workers; the end comes when the last has drained, or is past its time and killed.
+6. SIGTERM goes on to the workers; the end comes when the last has drained, or is past its time and killed. Workers
+   are process groups of their own: a Ctrl-C reaches them through us, once.
 """
 
 import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
+import sysconfig
 import threading
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from service.aggregate import Load, load_of_others
 from service.errors import InvalidInput
+from service.folder import socket_folder
 from service.front import WorkerPort, build_front
-from service.http import LOAD_PATH, listen_http
+from service.http import LOAD_PATH, http_port, listen_http
 from service.ports import hold_port
 from service.settings import ServiceSettings, split_address
 from service.tls import Pair, first_pair
@@ -40,12 +43,19 @@ WORKER_OPTION = "--worker"
 
 READY_POLL_S = 0.1
 BACKOFF_S = (0.1, 30.0)
-# The system's limit for the path of a socket, without the socket's name.
-FOLDER_MAX_BYTES = 107 - len("/63.sock")
+# How often each worker is asked whether it lives, and after how many looks without any answer it is killed: about half
+# a minute, and more than one for its start. Looks count, not seconds: those pass unseen while all of us are stopped.
+WATCH_S = 5.0
+HANGS = 5
+STARTS = 12
 # A worker that has run this long is taken as sound: its next end is answered at once again.
 SOUND_S = 60.0
 # Beyond the time that a worker has to drain.
 ENDING_S = 8.0
+
+CANNOT_START = "allow this user more processes, open files or memory (ulimit -u, ulimit -n, the container's limits)"
+HANGING = "worker answers nothing any more, killing it"
+NOT_READY = "worker does not get ready, killing it; its last log line says what it waits for"
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -104,6 +114,8 @@ class _Worker:
     process: Process | None = None
     restarts: int = 0
     load: Load = field(default_factory=dict)
+    # Looks since this process last answered.
+    misses: int = 0
 
     def send(self, number: int) -> None:
         """Send a signal; nothing happens when it does not run."""
@@ -118,29 +130,20 @@ def supervise(settings: ServiceSettings, in_force: Mapping[str, object]) -> int:
     Raise InvalidInput when a port is taken or a certificate cannot be used.
     """
     pair = first_pair(settings)
-    folder = _make_folder()
-    try:
+    with socket_folder() as folder:
         holder, listen = hold_port(settings.listen)
-    except InvalidInput:
-        folder.rmdir()
-        raise
-    try:
-        return asyncio.run(Workers(settings, listen, pair, folder).run(in_force))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        holder.close()
+        with holder:
+            return asyncio.run(Workers(settings, listen, pair, folder).run(in_force))
 
 
-def _make_folder() -> Path:
-    """Return a new folder for sockets that nobody else can open."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="cacheroute-"))
-    except OSError as exc:
-        raise InvalidInput(f"no folder for the workers' sockets: {exc.strerror}", "set TMPDIR to one") from exc
-    if len(os.fsencode(folder)) > FOLDER_MAX_BYTES:
-        folder.rmdir()
-        raise InvalidInput(f"{folder.parent} is too long a path for sockets", "set TMPDIR to a shorter one")
-    return folder
+def _environment() -> dict[str, str]:
+    """Return the environment in which `-P -m service` runs this very package, whatever the current folder holds."""
+    home = str(Path(__file__).resolve().parent.parent)
+    # Where it is installed it is found, and that folder must not come before the standard library.
+    if home in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        return dict(os.environ)
+    path = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home}
 
 
 class Workers:
@@ -167,31 +170,49 @@ class Workers:
                 restarts=lambda: [w.restarts for w in self._workers],
                 others_known=bool(self._settings.redis_url),
             )
-            ending.push_async_callback((await listen_http(app, self._settings.http)).cleanup)
-            await self._start(self._workers[0])
+            http = await listen_http(app, self._settings.http)
+            ending.push_async_callback(http.cleanup)
+            log.info("starting", pid=os.getpid(), **in_force)
+            try:
+                await self._start(self._workers[0])
+            except OSError as exc:
+                raise InvalidInput(f"no worker can be started: {exc.strerror}", CANNOT_START) from exc
             if code := await self._failed_first():
                 return code
-            keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
-            # With Redis each worker is told by it, and more.
-            exchanges = [] if self._settings.redis_url else [self._exchange(worker) for worker in self._workers]
-            others = [asyncio.create_task(task) for task in (self._announce(in_force), *exchanges)]
-            try:
-                await self._stop.wait()
-                log.info("draining", pid=os.getpid(), workers=len(self._workers))
-                return await self._end(keepers)
-            finally:
-                for task in (*others, *keepers):
-                    task.cancel()
-                await asyncio.wait([*others, *keepers])
+            return await self._run(http_port(http))
+
+    async def _run(self, http: int) -> int:
+        """Keep all workers until SIGTERM, then end them; raise what ended one of our own tasks, if one did."""
+        keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+        stop = asyncio.create_task(self._stop.wait())
+        works: list[Coroutine[Any, Any, None]] = [self._announce(http), *(self._watch(w) for w in self._workers)]
+        if not self._settings.redis_url:  # With Redis each worker is told by it, and more.
+            works += [self._exchange(worker) for worker in self._workers]
+        others = [asyncio.create_task(work) for work in works]
+        try:
+            await asyncio.wait([stop, *others, *keepers], return_when=asyncio.FIRST_COMPLETED)
+            self._stop.set()
+            log.info("draining", pid=os.getpid(), workers=len(self._workers))
+            code = await self._end(keepers)
+            for other in others:
+                if other.done():
+                    other.result()
+            return code
+        finally:
+            for task in (stop, *others, *keepers):
+                task.cancel()
+            await asyncio.wait([stop, *others, *keepers])
 
     async def _start(self, worker: _Worker) -> None:
+        """Start its process; raise OSError when the system has no room for it."""
         settings = self._settings.model_copy(
             update={"listen": self._listen, "instance": f"{self._settings.instance}-w{worker.port.number}"}
         )
         with contextlib.suppress(FileNotFoundError):
             os.unlink(worker.port.path)
+        worker.misses, worker.port.served = 0, False
         worker.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "service", WORKER_OPTION, stdin=PIPE
+            *(sys.executable, "-P", "-m", "service", WORKER_OPTION), stdin=PIPE, env=_environment(), process_group=0
         )
         assert worker.process.stdin is not None, "its input is a pipe"
         worker.process.stdin.write(Seat(worker.port.number, worker.port.path, self._pair).write(settings))
@@ -199,38 +220,71 @@ class Workers:
             worker.send(signal.SIGTERM)
 
     async def _failed_first(self) -> int:
-        """Wait until the first worker serves; return its exit code if it ends instead, else 0."""
+        """Wait until the first worker serves; return its exit code if it ends instead, 1 if it does neither, else 0."""
         first = self._workers[0]
         assert first.process is not None, "it was started"
+        ends = asyncio.get_running_loop().time() + STARTS * WATCH_S
         while not self._stop.is_set() and not await first.port.serves():
             if first.process.returncode is not None:
                 return first.process.returncode or 1
+            if asyncio.get_running_loop().time() > ends:
+                self._kill(first, NOT_READY)
+                await first.process.wait()
+                return 1
             await asyncio.sleep(READY_POLL_S)
         return 0
 
     async def _keep(self, worker: _Worker) -> int:
         """Start a worker as often as it ends, until all shall end; return its last exit code."""
         pause_s = BACKOFF_S[0]
+        number = worker.port.number
         while True:
             started = time.monotonic()
-            if worker.process is None:
+            code = 0
+            try:
+                if worker.process is None:
+                    if self._stop.is_set():
+                        return 0
+                    await self._start(worker)
+            except OSError as exc:
+                told = {"worker": number, "error": exc.strerror, "pause_s": pause_s, "remedy": CANNOT_START}
+                log.error("worker cannot be started, trying again", **told)
+            else:
+                assert worker.process is not None, "it was started"
+                code = await worker.process.wait()
+                worker.process, worker.load = None, {}
                 if self._stop.is_set():
-                    return 0
-                await self._start(worker)
-            assert worker.process is not None, "it was started"
-            code = await worker.process.wait()
-            worker.process, worker.load = None, {}
-            if self._stop.is_set():
-                return code
-            if time.monotonic() - started > SOUND_S:
-                pause_s = BACKOFF_S[0]
-            worker.restarts += 1
-            log.error("worker ended, starting it again", worker=worker.port.number, exit_code=code, pause_s=pause_s)
+                    return code
+                if time.monotonic() - started > SOUND_S:
+                    pause_s = BACKOFF_S[0]
+                worker.restarts += 1
+                log.error("worker ended, starting it again", worker=number, exit_code=code, pause_s=pause_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stop.wait()
                     return code
             pause_s = min(2 * pause_s, BACKOFF_S[1])
+
+    async def _watch(self, worker: _Worker) -> None:
+        """Kill a worker that hangs: the kernel goes on dealing it connections, and they get no answer."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            process = worker.process
+            if process is None:
+                continue
+            answer = await worker.port.ask("GET", "/healthz")
+            if process is not worker.process or self._stop.is_set():
+                continue
+            port = worker.port
+            port.served = port.served or (answer is not None and answer[0] == 200)
+            worker.misses = 0 if answer is not None and port.served else worker.misses + 1
+            if worker.misses >= (HANGS if port.served else STARTS):
+                self._kill(worker, HANGING if port.served else NOT_READY)
+                worker.misses = 0
+
+    def _kill(self, worker: _Worker, why: str) -> None:
+        log.error(why, worker=worker.port.number, pid=worker.process and worker.process.pid)
+        worker.send(signal.SIGKILL)
 
     async def _end(self, keepers: Sequence[asyncio.Task[int]]) -> int:
         """Let all drain; return 0 when each did."""
@@ -239,17 +293,17 @@ class Workers:
         await asyncio.wait(keepers, timeout=self._settings.drain_notice_s + self._settings.drain_s + ENDING_S)
         for worker in self._workers:
             if worker.process is not None:
-                log.error("worker did not end in time, killing it", worker=worker.port.number)
-                worker.send(signal.SIGKILL)
+                self._kill(worker, "worker did not end in time, killing it")
         codes = await asyncio.gather(*keepers)
         log.info("stopped", exit_codes=codes)
         # One that was still starting knows no SIGTERM yet and ends by it.
         return 0 if set(codes) <= {0, -signal.SIGTERM} else 1
 
-    async def _announce(self, in_force: Mapping[str, object]) -> None:
+    async def _announce(self, http: int) -> None:
         while not all([await worker.port.serves() for worker in self._workers]):  # noqa: ASYNC110  # other processes
             await asyncio.sleep(READY_POLL_S)
-        log.info("serving", pid=os.getpid(), port=split_address(self._listen)[1], **in_force)
+        log.info("serving", pid=os.getpid(), port=split_address(self._listen)[1], http_port=http)
+        await self._stop.wait()
 
     async def _exchange(self, worker: _Worker) -> None:
         while True:

@@ -27,6 +27,11 @@ class Valkey:
             cwd=directory,
         )
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def start(self) -> None:
         self._process.start()
         wait_ready([self._process], timeout_s=20)

@@ -93,7 +93,7 @@ def _once(running: "Lab") -> str:
     endpoints = " ".join(f"--endpoint {e.name}={e.address}" for e in running.engines)
     settings = running.settings
     return (
-        f"{_ourselves()} planner once --redis {running.redis_url} --pool {running.pool} {endpoints}"
+        f"{_ourselves()} planner once --force --redis {running.redis_url} --pool {running.pool} {endpoints}"
         f" --slots {settings.slots_per_endpoint} --replica-cap {settings.replica_cap_rps:g}"
     )
 

@@ -17,7 +17,7 @@ import typer
 from service.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from service.store import Store
+    from service.ledger import Ledger
 
 
 class Format(StrEnum):
@@ -67,13 +67,13 @@ def emit(document: object, fmt: Format, *tables: Table) -> None:
         print("\n\n".join(_plain(table) for table in tables))
 
 
-def open_store(redis: str | None, pool: str | None) -> "Store":
+def open_store(redis: str | None, pool: str | None) -> "Ledger":
     """Return the pool's data; raise InvalidInput when no Redis is named, or it cannot be one."""
-    from service.store import Store
+    from service.ledger import Ledger
 
     if not redis:
         raise InvalidInput("no Redis is named", "give --redis redis://host:port/db or set CACHEROUTE_REDIS_URL")
-    return Store(redis, pool or "default")
+    return Ledger(redis, pool or "default")
 
 
 def note(words: str) -> None:

@@ -5,23 +5,26 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from planner.cli.output import Format, OutputOption, PoolOption, RedisOption, Table, emit, note, pairs
-from service.errors import InvalidInput, InvalidPlan, PlanConflict
+from planner.cli import plan_changes, plan_history
+from planner.cli.output import Format, OutputOption, PoolOption, RedisOption, Table, emit, note, open_store, pairs
+from planner.cli.pool import find, key_check, login, read_file, refusals, salt
+from service.errors import InvalidPlan, PlanConflict
 
 if TYPE_CHECKING:
     from service.plan import Plan
     from service.store import Store
 
-ACK_WAIT_S = 3.0
 SHOWN_ROWS = 20
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    group = typer.Typer(no_args_is_help=True, help="Build, show and publish plans.")
+    group = typer.Typer(no_args_is_help=True, help="Build, show, publish, compare and roll back plans.")
     group.command("build")(build)
     group.command("show")(show)
     group.command("publish")(publish)
+    plan_changes.register(group)
+    plan_history.register(group)
     app.add_typer(group, name="plan")
 
 
@@ -65,15 +68,20 @@ def build(
     from planner.build import endpoint_names, report_of
     from planner.rates import read_csv
     from planner.sticky import Limits
-    from replay.files import write_whole
-    from service.keys import KEY_CHECK, hash_key
+    from service.files import write_whole
     from service.plan import decode, encode
 
-    salt = _salt()
-    key_check = hash_key(KEY_CHECK, salt)
+    ours, names = key_check(), endpoint_names(endpoints)
+    before = None if previous is None else decode(read_file(previous), key_check=ours)
+    if before is not None and before.endpoints and not set(names).intersection(before.endpoints):
+        raise InvalidPlan(
+            "endpoint",
+            f"--previous {previous} names none of the endpoints in --endpoints, {names[0]} first, but "
+            f"{before.endpoints[0]}: it is another pool's; leave it out to deal all keys out anew",
+        )
     built = build_plan(
-        read_csv(rates, salt=salt, prefixes=token_budget > 0),
-        endpoint_names(endpoints),
+        read_csv(rates, salt=salt(), prefixes=token_budget > 0),
+        names,
         rules=Rules(
             slots_per_endpoint=slots,
             replica_cap_rps=replica_cap,
@@ -83,8 +91,8 @@ def build(
             residency=residency,
             tokens_per_endpoint=token_budget,
         ),
-        key_check=key_check,
-        previous=None if previous is None else decode(_read(previous), key_check=key_check),
+        key_check=ours,
+        previous=before,
         method=method,
         limits=Limits(epsilon=epsilon, keys_share=keys_budget, rate_share=rate_budget),
     )
@@ -112,12 +120,7 @@ def show(
     """
     import asyncio
 
-    from service.plan import decode
-
-    if plan is not None and not plan.isdecimal():
-        found = decode(_read(Path(plan)))
-    else:
-        found = asyncio.run(_fetch(_store(redis, pool), None if plan is None else int(plan)))
+    (found,) = asyncio.run(find([plan], redis, pool))
     if limit is None:
         limit = SHOWN_ROWS if output is Format.TABLE else len(found)
     document, tables = _describe(found, limit)
@@ -141,17 +144,16 @@ def publish(
     """
     import asyncio
 
-    from service.keys import KEY_CHECK, hash_key
     from service.plan import decode
 
     # Checked whole before Redis is touched: what services would refuse is not published.
-    found = decode(_read(plan), key_check=hash_key(KEY_CHECK, _salt()))
-    published, refusals = asyncio.run(_publish(_store(redis, pool), found, if_version, actor or _login(), reason))
+    found = decode(read_file(plan), key_check=key_check())
+    published, refused = asyncio.run(_publish(open_store(redis, pool), found, if_version, actor or login(), reason))
     document = {"version": published.version, "epoch": published.epoch}
     emit(document, output, pairs(document))
-    for instance, error in refusals:
+    for instance, error in refused:
         note(f"service {instance} refuses it and serves the plan before: {error}")
-    if refusals:
+    if refused:
         raise typer.Exit(1)
 
 
@@ -165,39 +167,7 @@ async def _publish(
             raise PlanConflict(if_version, head.version)
         instances = {ack.instance for ack in await store.read_acks()}
         published = await store.publish(plan, expected=head, actor=actor, reason=reason)
-        return published, await _refusals(store, published, instances)
-    finally:
-        await store.close()
-
-
-async def _refusals(store: "Store", published: "Plan", instances: set[str]) -> list[tuple[str, str]]:
-    """Wait until each instance serves the plan or says why not; one that stays silent is no refusal."""
-    import asyncio
-
-    deadline = asyncio.get_running_loop().time() + ACK_WAIT_S
-    while True:
-        acks = [ack for ack in await store.read_acks() if ack.instance in instances]
-        served = {ack.instance for ack in acks if (ack.epoch, ack.version) >= (published.epoch, published.version)}
-        refused = [(ack.instance, ack.error) for ack in acks if ack.error and ack.at > published.created_at]
-        if len(served) + len(refused) >= len(instances) or asyncio.get_running_loop().time() > deadline:
-            return refused
-        await asyncio.sleep(0.05)
-
-
-async def _fetch(store: "Store", version: int | None) -> "Plan":
-    """Return the published plan as services take it, or an earlier version that is still kept."""
-    from service.keys import KEY_CHECK, hash_key
-    from service.plan import decode
-    from service.store import verify
-
-    try:
-        head = await store.read_head()
-        if version is None and not head.version:
-            raise InvalidPlan("missing", f"pool {store.pool!r} has no plan; build one and `plan publish` it")
-        if version is None or version == head.version:
-            data = await store.read_plan_bytes(head.version)
-            return verify(data, head, key_check=hash_key(KEY_CHECK, _salt()))
-        return decode(await store.read_plan_bytes(version))
+        return published, await refusals(store, published, instances)
     finally:
         await store.close()
 
@@ -248,42 +218,3 @@ def _describe(plan: "Plan", limit: int) -> tuple[dict[str, object], tuple[Table,
         title = "" if len(assignments) == len(plan) else f"hottest {len(assignments)} of {len(plan)} keys (--limit)"
         tables.append(Table(("key_hash", "rate_rps", "targets"), [tuple(a.values()) for a in assignments], title))
     return {**summary, "endpoints": endpoints, "assignments": assignments}, tuple(tables)
-
-
-def _store(redis: str | None, pool: str | None) -> "Store":
-    from service.store import Store
-
-    if not redis:
-        raise InvalidInput("no Redis is named", "give --redis redis://host:port/db or set CACHEROUTE_REDIS_URL")
-    return Store(redis, pool or "default")
-
-
-def _salt() -> bytes:
-    import os
-
-    from planner.settings import refuse_unknown_variables
-    from service.settings import check_salt
-
-    refuse_unknown_variables(os.environ)
-    try:
-        return check_salt(os.environ.get("CACHEROUTE_KEY_SALT", "")).encode()
-    except ValueError as exc:
-        raise InvalidInput(f"CACHEROUTE_KEY_SALT: {exc}", "use the services' salt") from exc
-
-
-def _login() -> str:
-    from getpass import getuser
-
-    try:
-        return getuser()
-    except (KeyError, OSError, ImportError):  # a container whose user id has no name
-        return "cli"
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as exc:
-        raise InvalidInput(
-            f"plan {path} cannot be read: {exc.strerror}", "name a file that `plan build` wrote"
-        ) from exc

@@ -34,6 +34,9 @@ def serve(
     """
     import os
 
+    from service.ending import end_when_told
+
+    end_when_told()
     from service.__main__ import run
     from service.settings import load_settings
     from service.telemetry import configure_logging

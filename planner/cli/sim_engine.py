@@ -24,6 +24,12 @@ def register(app: typer.Typer) -> None:
         speed: Annotated[float, typer.Option(help="Virtual seconds a wall second.")] = 1.0,
         stream_interval_s: Annotated[float, typer.Option(help="Wall seconds between two events of a stream.")] = 0.02,
         drain_s: Annotated[float, typer.Option(help="Wall seconds for requests in flight after SIGTERM.")] = 5.0,
+        kv_cache_metrics: Annotated[
+            bool, typer.Option("--kv-cache-metrics", help="Export how long KV blocks live and lie idle, as vLLM does.")
+        ] = False,
+        kv_cache_metrics_sample: Annotated[
+            float, typer.Option(metavar="SHARE", help="Which share of the blocks is watched for that.")
+        ] = 0.01,
         seed: Annotated[int, typer.Option(help="Decides the text of answers; same for all engines of a fleet.")] = 0,
     ) -> None:
         """Run one simulated vLLM: OpenAI's API, vLLM's metrics, a real prefix cache, modelled step times."""
@@ -41,6 +47,8 @@ def register(app: typer.Typer) -> None:
                 speed=speed,
                 stream_interval_s=stream_interval_s,
                 drain_s=drain_s,
+                kv_cache_metrics=kv_cache_metrics,
+                kv_cache_metrics_sample=kv_cache_metrics_sample,
                 seed=seed,
             )
         )

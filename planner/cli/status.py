@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 import typer
 
 from planner.cli.output import Format, OutputOption, PoolOption, RedisOption, Table, emit, note, open_store, pairs
+from planner.cli.pool import freeze_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from service.ledger import Freeze, Ledger
     from service.published import Ack, Head, Publication
-    from service.store import Store
 
 
 class Instance(TypedDict):
@@ -70,7 +71,7 @@ def status(
     from service.published import Head
 
     store = open_store(redis, pool)
-    head, acks, log = asyncio.run(_read(store))
+    head, acks, log, frozen = asyncio.run(_read(store))
     now = time.time()
     instances = [instance_of(ack, head, log, now) for ack in acks]
     endpoints = merge(acks)
@@ -80,11 +81,14 @@ def status(
         "epoch": head.epoch,
         "age_s": round(max(0.0, now - head.created_at), 3) if head != Head() else 0.0,
         "instances": instances,
+        "frozen": freeze_of(frozen),
         "endpoints": endpoints,
         "overrides": [],
     }
     emit(document, output, *_tables(document, instances, endpoints))
     amiss = [i for i in instances if i["state"] != "in_step"]
+    if frozen is not None:
+        note(f"frozen by {frozen.actor}: {frozen.reason}; planners publish nothing (`plan freeze --off` ends it)")
     if not instances:
         note(f"no service of pool {store.pool!r} lives; compare CACHEROUTE_POOL and CACHEROUTE_REDIS_URL with theirs")
     for instance in amiss:
@@ -94,13 +98,13 @@ def status(
         raise typer.Exit(1)
 
 
-async def _read(store: "Store") -> "tuple[Head, list[Ack], list[Publication]]":
-    """Return the head, what the services say, and the log when somebody does not serve the head."""
+async def _read(store: "Ledger") -> "tuple[Head, list[Ack], list[Publication], Freeze | None]":
+    """Return the head, what the services say, the log when somebody does not serve the head, and the freeze."""
     try:
         head = await store.read_head()
         acks = await store.read_acks(fleets=True)
         behind = any((ack.epoch, ack.version) < (head.epoch, head.version) for ack in acks)
-        return head, acks, await store.read_log() if behind else []
+        return head, acks, await store.read_log() if behind else [], await store.read_freeze()
     finally:
         await store.close()
 

@@ -6,7 +6,8 @@
    asked again after `discover_interval_s`, doubled for each failure in a row up to PAUSE_MAX_S, minus a random part.
 3. A fault of ours is treated alike, with its trace in the log. Neither ends the process.
 4. A part of an answer that cannot be used is counted and told, the rest is used.
-5. Kubernetes may say that there are no endpoints; then the fleet is empty and requests are answered 503.
+5. Kubernetes may say that there are no endpoints; then the fleet is empty and requests are answered 503. While nobody
+   has said anything yet, requests are left to Envoy.
 """
 
 import asyncio
@@ -40,7 +41,12 @@ class Discovery:
         self._fleet, self._settings, self._telemetry, self._on_change = fleet, settings, telemetry, on_change
         self._source = _source(settings)
         self._seldom = Seldom()
-        self._found = self._told = False
+        self._told = False
+        # Set once somebody has said who is there; from the start where nothing is to be discovered.
+        self.found = asyncio.Event()
+        if self._source is None:
+            self.found.set()
+        fleet.known = self.found.is_set()
         self._left: dict[str, None] = {}
 
     async def first(self) -> None:
@@ -62,12 +68,12 @@ class Discovery:
         if self._source is None:
             await asyncio.Event().wait()
             return
-        failures = 0 if self._found else 1
+        failures = 0 if self.found.is_set() else 1
         try:
             while True:
                 await self._pause(failures)
                 try:
-                    self._use(await (self._source.wait() if self._found else self._source.find()))
+                    self._use(await (self._source.wait() if self.found.is_set() else self._source.find()))
                     failures = 0
                 except DiscoveryFailed as exc:
                     self._failed(exc)
@@ -75,7 +81,8 @@ class Discovery:
                 except Exception:
                     self._fault()
                     failures += 1
-                    await self._source.close()
+                    with contextlib.suppress(Exception):
+                        await self._source.close()
         finally:
             with contextlib.suppress(Exception):
                 await self._source.close()
@@ -88,8 +95,9 @@ class Discovery:
 
     def _use(self, sighting: Sighting) -> None:
         found, conflicts = settle(sighting.found)
-        changes = self._fleet.update(found, warm=not self._found)
-        self._found = True
+        changes = self._fleet.update(found, warm=not self.found.is_set())
+        self._fleet.known = True
+        self.found.set()
         self._tell((*sighting.skipped, *conflicts))
         for change, names in zip(changes._fields, changes, strict=True):
             self._telemetry.discovery_changes.labels(change).inc(len(names))

@@ -2,8 +2,9 @@
 
 Rules of `settle`, so that names and addresses are distinct and all processes come to the same fleet:
 1. Of two that are equal, one stays: while Kubernetes moves an endpoint between slices, both list it.
-2. Of two with one name or one address, the one that is not draining stays: a pod that was replaced ends under its name.
-3. Then IPv4 before IPv6: a dual-stack service lists each server once a family.
+2. Of two with one name, IPv4 comes before IPv6: a dual-stack service lists each server once a family, and updates the
+   two one after the other.
+3. Then the one that is not draining stays: a pod that was replaced ends under its name.
 4. Then the lower address and name. Such a conflict has no good answer, so it is told.
 """
 
@@ -53,8 +54,7 @@ def settle(found: Iterable[Found]) -> tuple[list[Found], list[Skipped]]:
     by_name: dict[str, Found] = {}
     by_address: dict[str, Found] = {}
     skipped = []
-    # An IPv6 address begins with a bracket, which sorts behind every digit.
-    for one in sorted(found, key=lambda f: (f.draining, f.address, f.name, not f.vouched)):
+    for one in sorted(found, key=lambda f: (_is_v6(f), f.draining, f.address, f.name, not f.vouched)):
         rival = by_name.get(one.name) or by_address.get(one.address)
         if rival is None:
             by_name[one.name] = by_address[one.address] = one

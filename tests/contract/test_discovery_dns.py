@@ -21,6 +21,7 @@ import dns.rdatatype
 import dns.rrset
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
@@ -127,7 +128,9 @@ class Followed:
     def __init__(self, server: NameServer, discover: str) -> None:
         self.fleet = Fleet((), 30.0)
         self.telemetry = Telemetry(CollectorRegistry())
-        settings = ServiceSettings(discover=discover, dns_server=server.address, discover_interval_s=0.05)
+        settings = ServiceSettings(discover=discover, dns_server=server.address)
+        # Less than may be set: a test is shorter than an interval.
+        settings = settings.model_copy(update={"discover_interval_s": 0.05})
         self.heard: list[Changes] = []
         self.discovery = Discovery(self.fleet, settings, self.telemetry, self.heard.append)
 
@@ -527,7 +530,7 @@ async def test_engines_come_and_go_under_a_running_service(server: NameServer, t
             f"--listen=127.0.0.1:{grpc_port}",
             f"--http=127.0.0.1:{http_port}",
             CACHEROUTE_DNS_SERVER=server.address,
-            CACHEROUTE_DISCOVER_INTERVAL_S="0.1",
+            CACHEROUTE_DISCOVER_INTERVAL_S="0.5",
             CACHEROUTE_PROBE_INTERVAL_S="0.2",
             CACHEROUTE_SLOW_START_S="1",
         )
@@ -568,4 +571,60 @@ async def test_engines_come_and_go_under_a_running_service(server: NameServer, t
         assert 'cacheroute_discovery_changes_total{change="removed"} 2.0' in metrics
     finally:
         await requests.close()
+        await children.stop()
+
+
+async def test_a_process_that_knows_nobody_leaves_requests_to_envoy(server: NameServer, tmp_path: Path) -> None:
+    """While DNS is away at the start health is NOT_SERVING and streams end unanswered; once it answers both are well."""
+    grpc_port, http_port, engine = free_ports(3)
+    server.set_pods(vllm_0=("127.0.0.1", engine))
+    server.fault[""] = "servfail"
+    children = Children(tmp_path)
+    try:
+        await children.start("engine", "sim-engine", f"--listen=127.0.0.1:{engine}")
+        await children.start(
+            "serve",
+            "serve",
+            f"--discover=srv:{SRV_NAME}",
+            f"--listen=127.0.0.1:{grpc_port}",
+            f"--http=127.0.0.1:{http_port}",
+            CACHEROUTE_DNS_SERVER=server.address,
+            CACHEROUTE_DISCOVER_INTERVAL_S="0.5",
+        )
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            process = channel.stream_stream(
+                "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+                request_serializer=pb.ProcessingRequest.SerializeToString,
+                response_deserializer=pb.ProcessingResponse.FromString,
+            )
+
+            async def health(name: str) -> int:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    return int((await check(health_pb2.HealthCheckRequest(service=name))).status)
+                return 0
+
+            async def replies() -> list[pb.ProcessingResponse]:
+                call = process()
+                headers = pb.HttpHeaders(headers=pb.HeaderMap(headers=[pb.HeaderValue(key="x-tenant-id", value="a")]))
+                await call.write(pb.ProcessingRequest(request_headers=headers))
+                await call.done_writing()
+                found = [reply async for reply in call]
+                assert await call.code() == grpc.StatusCode.OK
+                return found
+
+            async def reaches(status: int) -> None:
+                deadline = time.monotonic() + PATIENCE_S
+                while await health("readiness") != status:
+                    assert time.monotonic() < deadline, children.log("serve")
+                    await asyncio.sleep(0.05)
+
+            await reaches(health_pb2.HealthCheckResponse.NOT_SERVING)
+            assert await health("liveness") == health_pb2.HealthCheckResponse.SERVING
+            assert await replies() == []
+            server.fault = {}
+            await reaches(health_pb2.HealthCheckResponse.SERVING)
+            (reply,) = await replies()
+            assert reply.HasField("request_headers")
+    finally:
         await children.stop()

@@ -247,7 +247,8 @@ class Followed:
     def __init__(self, discover: str = "k8s:prod/vllm:http") -> None:
         self.fleet = Fleet((), 30.0)
         self.telemetry = Telemetry(CollectorRegistry())
-        self.settings = ServiceSettings(discover=discover, discover_interval_s=0.05)
+        # Less than may be set: a test is shorter than an interval.
+        self.settings = ServiceSettings(discover=discover).model_copy(update={"discover_interval_s": 0.05})
         self.heard: list[Changes] = []
         self.discovery = Discovery(self.fleet, self.settings, self.telemetry, self.heard.append)
 

@@ -188,7 +188,7 @@ async def test_in_flight_is_released_exactly_once(rig: Rig, ending: str) -> None
 async def test_no_ready_endpoint_is_a_503(rig: Rig) -> None:
     """With nothing to pick the protocol's answer is an ImmediateResponse 503, not an error of the stream."""
     for endpoint in rig.fleet.endpoints:
-        rig.fleet.connect_failed(endpoint)
+        rig.fleet.probe_failed(endpoint, allowed=1, refused=True)
     call = rig.stream()
     await call.write(request(x_tenant_id="acme"))
     reply = await call.read()
@@ -201,7 +201,7 @@ async def test_no_ready_endpoint_is_a_503(rig: Rig) -> None:
 async def test_what_a_client_is_told_has_a_cause_and_a_remedy(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     """A 503 of ours says why in a header, a counter, Envoy's details and one log line, and what to do about it."""
     for endpoint in rig.fleet.endpoints:
-        rig.fleet.connect_failed(endpoint)
+        rig.fleet.probe_failed(endpoint, allowed=1, refused=True)
     for _ in range(2):
         (reply,) = await rig.exchange(request(x_tenant_id="acme"))
     answer = reply.immediate_response
@@ -280,3 +280,27 @@ def test_a_decision_is_written_as_it_is(key_hash: int | None, age_s: float, vers
         if key_hash is not None:
             expected["key_hash"] = format_hash(key_hash)
         assert json_format.MessageToDict(read.dynamic_metadata) == {"cacheroute": expected}
+
+
+async def test_requests_are_left_to_envoy_until_somebody_has_been_found(rig: Rig) -> None:
+    """While no endpoint has ever been found the stream ends unanswered, without error; with a known fleet it is 503."""
+    rig.fleet.update([])
+    rig.fleet.known = False
+    assert await rig.exchange(request(x_tenant_id="acme")) == []
+    assert rig.metric("left_to_envoy_total") == 1
+    rig.fleet.known = True
+    (reply,) = await rig.exchange(request(x_tenant_id="acme"))
+    assert reply.immediate_response.status.code == 503
+    assert await rig.settled() == {}
+
+
+async def test_only_what_is_routed_is_counted(rig: Rig) -> None:
+    """A refused request is no demand that a plan could carry: it is not counted, however often it is tried again."""
+    await rig.exchange(request(x_tenant_id="acme"))
+    for endpoint in rig.fleet.endpoints:
+        rig.fleet.probe_failed(endpoint, allowed=1, refused=True)
+    for _ in range(5):
+        await rig.exchange(request(x_tenant_id="acme"))
+    batch = rig.rates.next_batch(1012.5)
+    assert batch is not None
+    assert batch.counts == {hash_key(b"acme"): 1}

@@ -122,7 +122,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
     with ExitStack() as running:
 
         def starts(number: int, **settings: str) -> list[Serving]:
-            common = {"load_exchange_s": "0.25", "fair_weight": "gold=4", **settings}
+            common = {"load_exchange_s": "0.25", **settings}
             services = [
                 running.enter_context(Serving(tmp_path / f"{i}.log", instance=f"p{i}", **common)) for i in range(number)
             ]
@@ -141,7 +141,7 @@ SKEWED = (("gold", (0,), 24), ("other", (1, 2), 40))
 @pytest.mark.parametrize("seed", range(2))
 async def test_four_to_one_under_fully_skewed_ingress(start: Any, valkey: Server, pool: str, seed: int) -> None:
     """Two tenants of weights 4:1 that no process sees both of, the light one wanting more, are within 5 % of 4:1."""
-    services = start(3, redis_url=valkey.url, pool=pool, fleet_inflight_max="20")
+    services = start(3, redis_url=valkey.url, pool=pool, fleet_inflight_max="20", fair_weight="gold=4")
     async with clients(services, SKEWED, seed) as counts:
         await asyncio.sleep(SETTLED_S)
         counts.begin()
@@ -161,7 +161,7 @@ async def test_four_to_one_under_fully_skewed_ingress(start: Any, valkey: Server
 
 async def test_processes_that_do_not_exchange_give_one_to_one(start: Any) -> None:
     """The control, and a peer's failure (163:162): processes fair each by itself give their parts to anybody."""
-    services = start(2, fleet_inflight_max="10")
+    services = start(2, fleet_inflight_max="10", fair_weight="gold=4")
     async with clients(services, (("gold", (0,), 24), ("other", (1,), 40)), 0) as counts:
         await asyncio.sleep(SETTLED_S)
         counts.begin()

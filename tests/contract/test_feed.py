@@ -23,7 +23,7 @@ from service.published import EndpointView
 from service.rates import Rates
 from service.settings import load_settings
 from service.store import Head, Store
-from service.table import Current
+from service.table import Current, Table
 from service.telemetry import Telemetry, configure_logging
 
 
@@ -157,7 +157,9 @@ async def test_a_head_that_goes_back_is_not_followed(rig: Rig) -> None:
     await rig.put_raw(encode(plan_of(9).published(version=1, epoch=1, created_at=1, actor="", reason="")), 1)
 
     async def reported() -> bool:
-        return any("went back" in a.error for a in await rig.store.read_acks())
+        # With what ends it.
+        said = [a.error for a in await rig.store.read_acks()]
+        return any("went back" in error and "the next plan published is followed" in error for error in said)
 
     await rig.until(reported)
     assert rig.current.table.version == 2
@@ -342,3 +344,20 @@ async def test_a_plan_that_names_a_stranger_is_served_and_counted(rig: Rig) -> N
     (told,) = [line for line in logs if line["log_level"] == "warning"]
     assert told["endpoints"] == ["z1", "z2"]
     assert told["remedy"]
+
+
+async def test_a_plan_whose_bytes_are_gone_is_told_once_and_taken_when_they_come(rig: Rig) -> None:
+    """Each poll asks for it again and counts; the log says it once, and the plan is served once it is there."""
+    plan = plan_of(1, 2)
+    published = await rig.store.publish(plan, expected=await rig.store.read_head(), actor="", reason="")
+    await rig.until(lambda: rig.current.table.version == 1)
+    client: Any = rig.store._redis
+    name = f"{{cacheroute:{rig.settings.pool}}}:plan:1"
+    data = await client.get(name)
+    await client.delete(name)
+    rig.current.table = Table()
+    with capture_logs() as logs:
+        await rig.until(lambda: rig.value("cacheroute_plan_apply_failures_total", cause="missing") >= 3)
+    assert [entry["event"] for entry in logs].count("plan refused, serving the last one") == 1
+    await client.set(name, data)
+    await rig.until(lambda: rig.current.table.version == published.version)

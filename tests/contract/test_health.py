@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
 
 import pytest
 from aiohttp import web
@@ -155,7 +158,7 @@ async def test_one_that_hangs_delays_nobody(engines: Engines) -> None:
 
 async def test_what_requests_meet_brings_a_probe_forward(engines: Engines) -> None:
     """A connection that failed, and a request without any response, ask for a probe long before it is due."""
-    fleet = Fleet([("a", engines.address["a"])])
+    fleet = Fleet([(name, engines.address[name]) for name in ("a", "b")])
     one = fleet.by_name["a"]
     async with probing(fleet, interval_s=NEVER_S) as (prober, telemetry):
         await eventually(lambda: engines.probes["a"] == 1)
@@ -216,18 +219,112 @@ async def test_answers_take_out_until_the_next_regular_probe(engines: Engines) -
         while not fleet.answered(one, 503):
             pass
         prober.ejected(one)
+        out = time.monotonic()
         await eventually(lambda: one.usable)
-        assert engines.probes["a"] > probes
+        assert engines.probes["a"] == probes + 1
+        assert time.monotonic() - out > 0.5, "its probe was not brought forward"
         assert told(telemetry, "a", "unready", "status") == told(telemetry, "a", "ready", "probe") == 1
 
 
 async def test_slow_starts_go_on_by_themselves(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without requests or load from elsewhere the share of a new endpoint still grows to the whole."""
     monkeypatch.setattr("service.health.REFRESH_S", 0.01)
-    fleet = Fleet((), 0.5)
-    changes = fleet.update(engines.found("a"))
+    fleet = Fleet([("b", engines.address["b"])], 0.5)
+    changes = fleet.update(engines.found("a", "b"))
     assert changes == Changes(("a",), (), ())
     one = fleet.by_name["a"]
     async with probing(fleet) as _:
         assert one.handicap > 1
         await eventually(lambda: one.handicap == 1)
+
+
+async def test_one_that_only_envoy_cannot_reach_stays_out_longer_each_time(engines: Engines) -> None:
+    """Back by a good probe and out again by a failed connection, an endpoint is held out for longer and longer."""
+    fleet = Fleet([(name, engines.address[name]) for name in ("a", "b")])
+    one = fleet.by_name["a"]
+    async with probing(fleet, interval_s=0.05) as (prober, telemetry):
+        await eventually(lambda: engines.probes["a"])
+        outs = []
+        for _ in range(6):
+            prober.connect_failed(one)
+            began = time.monotonic()
+            await eventually(lambda: one.usable)
+            outs.append(time.monotonic() - began)
+        assert outs[5] > 0.05 * 2**4, outs
+        assert told(telemetry, "a", "unready", "connect") == 6
+
+
+class Odd(NamedTuple):
+    """What a server answers to a probe: raw bytes, and whether it is healthy then."""
+
+    said: bytes
+    healthy: bool = False
+
+
+ODD = {
+    "redirect to itself": Odd(b"HTTP/1.1 302 Found\r\nLocation: /health\r\nContent-Length: 0\r\n\r\n"),
+    "redirect to no host": Odd(b"HTTP/1.1 302 Found\r\nLocation: http://a..b/\r\nContent-Length: 0\r\n\r\n"),
+    "long label": Odd(b"HTTP/1.1 302 x\r\nLocation: http://" + b"a" * 80 + b".b/\r\nContent-Length: 0\r\n\r\n"),
+    "no HTTP": Odd(b"\x15\x03\x01\x00\x02\x02\x28" * 5),
+    "bad status": Odd(b"HTTP/1.1 99999 x\r\n\r\n"),
+    "bad length": Odd(b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n"),
+    "nothing": Odd(b""),
+    "well": Odd(b"HTTP/1.1 204 No Content\r\n\r\n", healthy=True),
+    "bad gzip": Odd(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", healthy=True),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=list(ODD))
+async def test_whatever_an_endpoint_answers_probing_goes_on(odd: Odd, engines: Engines) -> None:
+    """No answer of one endpoint ends the probing, follows a redirect, or changes what is known of another endpoint."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(odd.said)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    fleet = Fleet([("a", f"127.0.0.1:{port}"), ("b", engines.address["b"]), ("c", engines.address["c"])])
+    one = fleet.by_name["a"]
+    async with probing(fleet):
+        await eventually(lambda: engines.probes["b"] > 10)
+        await eventually(lambda: one.usable == odd.healthy)
+        engines.status["c"] = 503
+        await eventually(lambda: not fleet.by_name["c"].usable)
+        assert fleet.by_name["b"].usable
+    server.close()
+
+
+async def test_who_refuses_connections_is_told_from_who_fails_otherwise(engines: Engines) -> None:
+    """In panic all are used but those where nobody listens."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        fleet = Fleet([("a", f"127.0.0.1:{nobody.getsockname()[1]}"), ("b", engines.address["b"])])
+        engines.status["b"] = 404
+        async with probing(fleet):
+            await eventually(lambda: not fleet.by_name["b"].ready and not fleet.by_name["a"].ready)
+            assert fleet.panic
+            assert [e.name for e in fleet.usable] == ["b"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+async def test_what_this_machine_lacks_is_no_verdict(
+    engines: Engines, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probes that fail since there are no descriptors or no memory left here leave every endpoint as it was."""
+    fleet = Fleet([("a", engines.address["a"])])
+    tried = 0
+
+    async def connect(*_: object, **__: object) -> None:
+        nonlocal tried
+        tried += 1
+        raise OSError(number, "not here")
+
+    async with probing(fleet) as (_, telemetry):
+        await eventually(lambda: engines.probes["a"])
+        monkeypatch.setattr("aiohttp.TCPConnector.connect", connect)
+        await eventually(lambda: tried > 5)
+        assert fleet.by_name["a"].ready
+        assert told(telemetry, "a", "unready", "probe") == 0

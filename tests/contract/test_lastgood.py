@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from array import array
@@ -24,6 +25,7 @@ from structlog.testing import capture_logs
 
 from service.errors import InvalidInput
 from service.feed import Feed
+from service.files import check_folder
 from service.fleet import Fleet
 from service.keys import KEY_CHECK, hash_key
 from service.lastgood import LastGood
@@ -68,7 +70,9 @@ class Disk:
     """One process's view of the folder."""
 
     def __init__(self, folder: Path, **given: object) -> None:
-        chosen: dict[str, object] = {"endpoint": ("a=10.0.0.1:80", "b=10.0.0.2:80"), "pool": "p", **given}
+        check_folder("CACHEROUTE_STATE_DIR", folder)  # as a start does
+        endpoint = ("a=10.0.0.1:80", "b=10.0.0.2:80")
+        chosen: dict[str, object] = {"endpoint": endpoint, "pool": "p", "redis_url": "redis://127.0.0.1:1", **given}
         self.settings: ServiceSettings = load_settings({}, state_dir=str(folder), **chosen)
         self.telemetry = Telemetry(CollectorRegistry())
         self.copy = LastGood(self.settings, self.telemetry)
@@ -81,7 +85,7 @@ class Disk:
 async def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     """The next process serves the same table, and knows where it has it from."""
     await Disk(tmp_path / "state").copy.save(*with_head(plan_of(5, 6)))
-    table = Disk(tmp_path / "state").copy.load()
+    table = await Disk(tmp_path / "state").copy.load()
     assert table is not None
     assert (table.version, table.epoch, table.created_at, table.source) == (3, 7, 1000.0, "disk")
     assert table.targets == {5: ("b",), 6: ("b",)}
@@ -94,8 +98,8 @@ async def test_without_the_setting_nothing_is_kept(tmp_path: Path) -> None:
     settings = load_settings({}, endpoint=("a=10.0.0.1:80",))
     copy = LastGood(settings, Telemetry(CollectorRegistry()))
     await copy.save(*with_head(plan_of(1)))
-    assert copy.load() is None
-    assert Disk(tmp_path).copy.load() is None, "an empty folder is no fault"
+    assert await copy.load() is None
+    assert await Disk(tmp_path).copy.load() is None, "an empty folder is no fault"
     assert Disk(tmp_path).failures("unreadable") == 0
 
 
@@ -134,7 +138,7 @@ async def test_a_file_that_cannot_be_used_is_told_and_left(tmp_path: Path, harm:
     do(tmp_path / "p.plan")
     disk = Disk(tmp_path)
     with capture_logs() as lines:
-        assert disk.copy.load() is None
+        assert await disk.copy.load() is None
     assert [(line["log_level"], line["cause"], line["path"]) for line in lines] == [
         ("error", cause, str(tmp_path / "p.plan"))
     ]
@@ -142,17 +146,17 @@ async def test_a_file_that_cannot_be_used_is_told_and_left(tmp_path: Path, harm:
     assert disk.failures(cause) == 1
     if harm != "a folder":
         await disk.copy.save(*with_head(plan_of(5)))
-        assert Disk(tmp_path).copy.load() is not None
+        assert await Disk(tmp_path).copy.load() is not None
 
 
 async def test_a_table_of_another_salt_is_not_served(tmp_path: Path) -> None:
     """Every key would miss in silence, so it is refused like one from Redis, by the same cause."""
     await Disk(tmp_path).copy.save(*with_head(plan_of(5)))
     disk = Disk(tmp_path, key_salt=SALT)
-    assert disk.copy.load() is None
+    assert await disk.copy.load() is None
     assert disk.failures("salt") == 1
     await Disk(tmp_path, key_salt=SALT).copy.save(*with_head(plan_of(5, version=4, salt=SALT)))
-    assert Disk(tmp_path, key_salt=SALT).copy.load() is not None
+    assert await Disk(tmp_path, key_salt=SALT).copy.load() is not None
 
 
 async def test_processes_share_a_folder(tmp_path: Path) -> None:
@@ -168,7 +172,7 @@ async def test_processes_share_a_folder(tmp_path: Path) -> None:
 
     async def read() -> None:
         for _ in range(60):
-            table = await asyncio.to_thread(Disk(tmp_path).copy.load)
+            table = await Disk(tmp_path).copy.load()
             assert table is not None
             seen.add(table.version)
 
@@ -191,7 +195,7 @@ async def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert [line["event"] for line in lines] == [
         "table not kept on disk, a start without Redis would have an older one or none"
     ]
-    assert disk.failures("write") == 2
+    assert disk.failures("unwritable") == 2
     moved.rename(tmp_path)
     assert (tmp_path / "p.plan").read_bytes() == before
 
@@ -202,6 +206,66 @@ def test_a_folder_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
     for folder in (tmp_path / "no" / "parent", tmp_path / "file", Path("/proc/state")):
         with pytest.raises(InvalidInput, match=f"CACHEROUTE_STATE_DIR {folder}"):
             Disk(folder)
+
+
+async def test_a_pipe_in_its_place_holds_nobody(tmp_path: Path) -> None:
+    """What is no file is not waited for: it is told, and the next plan takes its place."""
+    os.mkfifo(tmp_path / "p.plan")
+    disk = Disk(tmp_path)
+    async with asyncio.timeout(20):
+        assert await disk.copy.load() is None
+    assert disk.failures("unreadable") == 1
+    await disk.copy.save(*with_head(plan_of(5)))
+    assert await Disk(tmp_path).copy.load() is not None
+
+
+async def test_a_disk_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither start, nor saving, nor a folder's check waits longer than its limit; each is counted and told once."""
+    hung, disk = threading.Event(), Disk(tmp_path)
+    monkeypatch.setattr("service.lastgood.LIMIT_S", 0.2)
+    monkeypatch.setattr("service.files.LOOK_S", 0.2)
+
+    def hang(*_: object, **__: object) -> None:
+        hung.wait(30)
+
+    with monkeypatch.context() as patched, capture_logs() as lines:
+        patched.setattr("service.lastgood.os.open", hang)
+        patched.setattr("service.files.Path.mkdir", hang)
+        async with asyncio.timeout(20):
+            assert await disk.copy.load() is None
+            for _ in range(2):
+                await disk.copy.save(*with_head(plan_of(5)))
+            check_folder("CACHEROUTE_STATE_DIR", tmp_path)
+    assert (disk.failures("unreadable"), disk.failures("unwritable")) == (1, 2)
+    assert ["no answer in 0.2 s" in line["error"] for line in lines] == [True, True]
+    hung.set()
+    await until(lambda: not disk.copy._aside._free.locked(), "the work that hung ends")
+    await disk.copy.save(*with_head(plan_of(5)))
+    assert await Disk(tmp_path).copy.load() is not None, "a disk that is back is used again"
+
+
+def test_a_disk_that_hangs_does_not_hold_the_end() -> None:
+    """A process whose disk never answers ends all the same."""
+    program = (
+        "import asyncio, contextlib, time\n"
+        "from service.files import Aside\n"
+        "with contextlib.suppress(TimeoutError):\n"
+        "    asyncio.run(Aside().run(lambda: time.sleep(600), 0.1))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
+async def test_the_file_is_its_owners(tmp_path: Path) -> None:
+    """Others may not read the plan's hashes; a folder where they may put another plan is told, with what to do."""
+    folder = tmp_path / "state"
+    await Disk(folder).copy.save(*with_head(plan_of(5)))
+    assert (folder / "p.plan").stat().st_mode & 0o777 == 0o600
+    for mode, told in ((0o755, 0), (0o1777, 0), (0o777, 1)):
+        folder.chmod(mode)
+        with capture_logs() as lines:
+            assert await Disk(folder).copy.load() is not None
+        assert [line["log_level"] for line in lines] == ["warning"] * told, oct(mode)
+        assert all("chmod o-w" in line["remedy"] for line in lines)
 
 
 class Rig:
@@ -249,7 +313,8 @@ async def test_redis_wins_when_it_is_newer_and_not_when_it_is_empty(
         async with asyncio.timeout(20):
             while not (acks := await rig.store.read_acks()):
                 await asyncio.sleep(0.02)
-        assert (acks[0].version, acks[0].epoch, acks[0].source, acks[0].error) == (1, first, "disk", "")
+        assert (acks[0].version, acks[0].epoch, acks[0].source) == (1, first, "disk")
+        assert acks[0].error == "served from disk, the pool has no plan; publish one"
         await asyncio.sleep(0.5)  # some polls of an empty Redis
         assert rig.current.table.version == 1
         await asyncio.sleep(max(0.0, first + 1 - time.time()))  # the clock names epochs in seconds
@@ -258,6 +323,52 @@ async def test_redis_wins_when_it_is_newer_and_not_when_it_is_empty(
         assert rig.current.table.source == "redis"
         assert rig.current.table.epoch > first
         await until(lambda: head_line(tmp_path / f"{pool}.plan")[0]["epoch"] > first, "it was not kept")
+
+
+@pytest.mark.parametrize("later_s", [100_000, 0])
+async def test_a_table_from_disk_gives_way_to_any_plan_of_redis(
+    own_valkey: Server, pool: str, tmp_path: Path, later_s: int
+) -> None:
+    """An older plan, or another one of the same version, replaces the disk's, and is kept in its place."""
+    given: dict[str, Any] = {"pool": pool, "plan_poll_s": 0.1, "instance": "x"}
+    store = Store(own_valkey.url, pool)
+    await store.publish(replace(plan_of(5, 6), version=0, epoch=0), expected=Head(), actor="", reason="")
+    head = await store.read_head()
+    kept = replace(plan_of(1, 2, 3), version=head.version, epoch=head.epoch + later_s)
+    await Disk(tmp_path, **given).copy.save(*with_head(kept))
+    async with following(own_valkey.url, Disk(tmp_path, **given)) as rig:
+        assert (len(rig.current.table.targets), rig.current.table.source) == (3, "disk")
+        await until(lambda: set(rig.current.table.targets) == {5, 6}, "Redis is not followed")
+        assert (rig.current.table.epoch, rig.current.table.source) == (head.epoch, "redis")
+        await until(lambda: head_line(tmp_path / f"{pool}.plan")[0]["epoch"] == head.epoch, "the disk has the old one")
+        assert head_line(tmp_path / f"{pool}.plan")[0]["sha256"] == head.sha256
+    await store.close()
+    own_valkey.kill()
+    async with following(own_valkey.url, Disk(tmp_path, **given)) as rig:
+        assert set(rig.current.table.targets) == {5, 6}
+
+
+async def test_a_table_that_redis_confirms_is_one_of_redis(own_valkey: Server, pool: str, tmp_path: Path) -> None:
+    """Once Redis has the plan that came from disk, a head that goes back is no longer followed."""
+    given: dict[str, Any] = {"pool": pool, "plan_poll_s": 0.1, "instance": "x"}
+    store = Store(own_valkey.url, pool)
+    for keys in ((1,), (1, 2)):
+        bare = replace(plan_of(*keys), version=0, epoch=0)
+        await store.publish(bare, expected=await store.read_head(), actor="", reason="")
+    head = await store.read_head()
+    data = await store.read_plan_bytes(head.version)
+    await Disk(tmp_path, **given).copy.save(data, head)
+    async with following(own_valkey.url, Disk(tmp_path, **given)) as rig:
+        assert (rig.current.table.version, rig.current.table.source) == (2, "disk")
+        await until(lambda: rig.current.table.source == "redis", "it is not confirmed")
+        old = await store.read_plan_bytes(1)
+        digest = hashlib.sha256(old).hexdigest()
+        await store._redis.hset(f"{{cacheroute:{pool}}}:head", mapping={"version": 1, "sha256": digest})
+        async with asyncio.timeout(20):
+            while not any("went back" in ack.error for ack in await store.read_acks()):
+                await asyncio.sleep(0.02)
+        assert rig.current.table.version == 2
+    await store.close()
 
 
 async def test_a_table_for_other_endpoints_is_not_restored(tmp_path: Path) -> None:
@@ -360,7 +471,8 @@ def test_a_start_without_redis_has_the_plan(own_valkey: Server, pool: str, tmp_p
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_wrong_folder_is_told_in_one_line(tmp_path: Path, workers: str) -> None:
     """`serve` ends with exit code 2 and names the variable and the folder, workers or not."""
-    served = Served(CACHEROUTE_STATE_DIR=str(tmp_path / "no" / "parent"), CACHEROUTE_WORKERS=workers)
+    state = {"CACHEROUTE_REDIS_URL": "redis://127.0.0.1:1"}
+    served = Served(**state, CACHEROUTE_STATE_DIR=str(tmp_path / "no" / "parent"), CACHEROUTE_WORKERS=workers)
     log = served.process.communicate(timeout=30)[1]
     assert served.process.returncode == 2, log
     assert f"CACHEROUTE_STATE_DIR {tmp_path / 'no' / 'parent'}: No such file or directory" in log.splitlines()[-1]

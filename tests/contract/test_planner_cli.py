@@ -204,6 +204,8 @@ async def test_once_plans_from_the_counts_and_prints_its_record(valkey: Server, 
         ([], {"CACHEROUTE_PLANNER_SLOTS": "2"}, ["CACHEROUTE_PLANNER_SLOTS", "CACHEROUTE_PLANNER_SLOTS_PER_ENDPOINT"]),
         ([], {"CACHEROUTE_POOOL": "x"}, ["CACHEROUTE_POOOL", "CACHEROUTE_POOL"]),
         ([], {"CACHEROUTE_RATE_WINDOW_S": "0"}, ["CACHEROUTE_RATE_WINDOW_S", "--redis"]),
+        (["--epsilon", "-0.1"], {}, ["--epsilon (CACHEROUTE_PLANNER_EPSILON) = -0.1"]),
+        ([], {"CACHEROUTE_PLANNER_EPSILON": "nan", "CACHEROUTE_PLANNER_RESIDENCY": "-1"}, ["EPSILON", "RESIDENCY"]),
     ],
 )
 @pytest.mark.parametrize("mode", ["once", "run"])

@@ -19,6 +19,7 @@ from service.feed import Feed
 from service.fleet import Fleet
 from service.keys import KEY_CHECK, hash_key
 from service.lease_rows import Report
+from service.ledger import Ledger
 from service.plan import Plan
 from service.published import Head
 from service.rates import Rates
@@ -161,7 +162,7 @@ async def first_event(store: Store) -> bool:
         return await anext(events)
 
 
-CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
+CALLS: dict[str, Callable[[Ledger], Awaitable[object]]] = {
     "read_head": lambda store: store.read_head(),
     "read_plan_bytes": lambda store: store.read_plan_bytes(1),
     "publish": lambda store: store.publish(plan_of(1), expected=Head(), actor="", reason=""),
@@ -176,17 +177,25 @@ CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "exchange_load": lambda store: store.exchange_load("x", {"10.0.0.1:80": (1, 9)}),
     "lease": lambda store: store.lease("x", Report(0, 0, 1, ()), cap=1, ttl_ms=1000),
     "forget_instance": lambda store: store.forget_instance("x"),
+    "lead": lambda ledger: ledger.lead("x", ttl_s=60),
+    "record": lambda ledger: ledger.record("1 x", "{}"),
+    "resign": lambda ledger: ledger.resign("x"),
+    "read_cycles": lambda ledger: ledger.read_cycles(),
+    "read_events": lambda ledger: ledger.read_events(),
+    "freeze": lambda ledger: ledger.freeze(actor="x", reason="x", ttl_s=60),
+    "read_freeze": lambda ledger: ledger.read_freeze(),
+    "unfreeze": lambda ledger: ledger.unfreeze(actor="x", reason="x"),
 }
 
 
 @pytest.mark.parametrize("scheme", ["redis://", f"redis://:{SECRET}@", "redis+cluster://", "redis+sentinel://"])
 async def test_nothing_but_its_own_errors_leaves_the_store(moody: Moody, pool: str, scheme: str) -> None:
     """Whatever is answered, a call returns, or says that Redis or the plan cannot be used; no password is repeated."""
-    assert CALLS.keys() == {name for name in vars(Store) if not name.startswith("_")} - {"close"}
+    assert CALLS.keys() == {name for name in dir(Ledger) if not name.startswith("_")} - {"close"}
     for mood in ("close", *SAYINGS):
         moody.turn(mood)
         master = "/m" if "sentinel" in scheme else ""
-        store = Store(f"{scheme}127.0.0.1:{moody.port}{master}?socket_timeout=0.1", pool)
+        store = Ledger(f"{scheme}127.0.0.1:{moody.port}{master}?socket_timeout=0.1", pool)
         async with asyncio.timeout(30):
             said = await asyncio.gather(*(told(call(store)) for call in CALLS.values()))
         assert SECRET not in scheme or SECRET not in str(said), mood
@@ -206,7 +215,7 @@ async def told(work: Awaitable[object]) -> str:
 async def test_no_answer_is_an_error_soon(moody: Moody, pool: str, mood: str) -> None:
     """A server that keeps the connection and never ends its answer holds each call for seconds, not for ever."""
     moody.turn(mood)
-    store = Store(f"redis://127.0.0.1:{moody.port}/0", pool)
+    store = Ledger(f"redis://127.0.0.1:{moody.port}/0", pool)
     async with asyncio.timeout(20):
         said = await asyncio.gather(*(call(store) for call in CALLS.values()), return_exceptions=True)
     assert [type(error) for error in said] == [StoreUnavailable] * len(CALLS)

@@ -23,6 +23,7 @@ from service.feed import Feed
 from service.fleet import Fleet
 from service.keys import KEY_CHECK, hash_key
 from service.lease_rows import Report
+from service.ledger import Ledger
 from service.plan import Plan
 from service.published import Head
 from service.rates import Rates
@@ -73,6 +74,10 @@ async def first_event(store: Store) -> bool:
         return await anext(events)
 
 
+async def record(ledger: Ledger) -> None:
+    await ledger.record((await ledger.lead("x", ttl_s=60)).value, "{}")
+
+
 SERVICE_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "read_head": lambda store: store.read_head(),
     "read_plan_bytes": lambda store: store.read_plan_bytes(1),
@@ -83,7 +88,15 @@ SERVICE_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "lease": lambda store: store.lease("x", Report(0, 0, 1, ()), cap=1, ttl_ms=1000),
     "forget_instance": lambda store: store.forget_instance("x"),
 }
-PLANNER_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
+PLANNER_CALLS: dict[str, Callable[[Ledger], Awaitable[object]]] = {
+    "lead": lambda ledger: ledger.lead("x", ttl_s=60),
+    "record": record,
+    "resign": lambda ledger: ledger.resign("x"),
+    "read_cycles": lambda ledger: ledger.read_cycles(),
+    "read_events": lambda ledger: ledger.read_events(),
+    "freeze": lambda ledger: ledger.freeze(actor="x", reason="x", ttl_s=60),
+    "read_freeze": lambda ledger: ledger.read_freeze(),
+    "unfreeze": lambda ledger: ledger.unfreeze(actor="x", reason="x"),
     "read_head": lambda store: store.read_head(),
     "read_rates": lambda store: store.read_rates([60]),
     "read_window": lambda store: store.read_window(60),
@@ -96,7 +109,7 @@ PLANNER_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
 READER_CALLS = {
     name: call
     for name, call in PLANNER_CALLS.items()
-    if name in ("read_head", "read_plan_bytes", "read_acks", "read_log")
+    if name in ("read_head", "read_plan_bytes", "read_acks", "read_log", "read_cycles", "read_events", "read_freeze")
 }
 
 
@@ -106,7 +119,7 @@ async def publish(store: Store, *keys: int) -> Plan:
 
 async def test_every_call_works(store_url: str, pool: str) -> None:
     """Published and read back, counted once, shared and heard of, whatever the mode."""
-    store = Store(store_url, pool)
+    store = Ledger(store_url, pool)
     async with contextlib.aclosing(store.events()) as events, asyncio.timeout(30):
         assert await anext(events)
         assert (await publish(store, 1)).version == 1
@@ -116,6 +129,18 @@ async def test_every_call_works(store_url: str, pool: str) -> None:
     assert (await store.read_head()).version == 2
     assert await store.read_plan_bytes(1)
     assert [p.version for p in await store.read_log()] == [2, 1]
+    lease = await store.lead("x", ttl_s=60)
+    await store.record(lease.value, '{"planner": "x"}')
+    assert [r["planner"] for r in await store.read_cycles()] == ["x"]
+    planned = await store.publish(
+        plan_of(1), expected=await store.read_head(), actor="", reason="", lease=lease.value, record=lambda _: "{}"
+    )
+    assert (planned.version, len(await store.read_cycles())) == (3, 2)
+    await store.resign("x")
+    await store.freeze(actor="me", reason="why")
+    assert (await store.read_freeze()) is not None
+    assert await store.unfreeze(actor="me", reason="")
+    assert [e.event for e in await store.read_events()] == ["unfreeze", "freeze"]
     for _ in range(2):
         await store.add_rates(60, {7: 2}, instance="x", batch=1, ttl_s=60)
     assert await store.read_rates([30, 60]) == {60: {7: 2}}
@@ -214,14 +239,15 @@ def documented_users(pool: str) -> list[str]:
 
 async def test_the_documented_rights_suffice_and_are_needed(own_valkey: Server, pool: str) -> None:
     """With the documented users every call of service, planner and reader works, and no user does more."""
-    public = {name for name in vars(Store) if not name.startswith("_")} - {"close"}
+    public = {name for name in dir(Ledger) if not name.startswith("_")} - {"close"}
     assert public == SERVICE_CALLS.keys() | PLANNER_CALLS.keys(), "whoever adds a call adds its rights to docs/redis.md"
     with redis.Redis(port=own_valkey.port) as admin:
         for rule in documented_users(pool):
             admin.execute_command(*rule.split())
         admin.execute_command("ACL", "SETUSER", "default", "off")
     calls = {"service": SERVICE_CALLS, "planner": PLANNER_CALLS, "reader": READER_CALLS}
-    stores = {user: Store(f"redis://cacheroute-{user}:{ENCODED}@127.0.0.1:{own_valkey.port}/0", pool) for user in calls}
+    where = f"{ENCODED}@127.0.0.1:{own_valkey.port}/0"
+    stores = {user: Ledger(f"redis://cacheroute-{user}:{where}", pool) for user in calls}
     await stores["service"].write_ack("other", version=1, epoch=1, error="")
     await publish(stores["planner"], 1)
     await publish(stores["planner"], 1)
@@ -235,7 +261,10 @@ async def test_the_documented_rights_suffice_and_are_needed(own_valkey: Server, 
         ("service", PLANNER_CALLS["publish"]),
         ("planner", SERVICE_CALLS["add_rates"]),
         ("planner", SERVICE_CALLS["exchange_load"]),
+        ("service", PLANNER_CALLS["lead"]),
+        ("service", PLANNER_CALLS["freeze"]),
         ("reader", PLANNER_CALLS["publish"]),
+        ("reader", PLANNER_CALLS["freeze"]),
         ("reader", SERVICE_CALLS["write_ack"]),
     ):
         with pytest.raises(StoreUnavailable, match="NoPermission"):

@@ -10,13 +10,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from service.keys import format_hash, hash_key
 from service.pb import ext_proc_pb2 as pb
+from tests.contract.serving import Serving, until
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 HEALTH_NAMES = ("", "liveness", "readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor")
@@ -54,7 +57,7 @@ class Served:
                 "--endpoint=a=127.0.0.1:1",
                 "--endpoint=b=127.0.0.1:2",
             ),
-            env=environment(CACHEROUTE_PROBE_INTERVAL_S="60", CACHEROUTE_DRAIN_S="20", **settings),
+            env=environment(**{"CACHEROUTE_PROBE_INTERVAL_S": "60", "CACHEROUTE_DRAIN_S": "20", **settings}),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -131,6 +134,9 @@ def test_http_port_has_the_documented_fields(served: Served) -> None:
     assert {c["name"] for c in explained["candidates"]} == {"a", "b"}
     assert "acme" not in json.dumps(explained)
     assert served.get("/explain")[0] == 400
+    assert "longer than 256 bytes" in served.json(f"/explain?key={'x' * 257}")["rule"]
+    assert "is not UTF-8" in served.json("/explain?key=a%FF")["rule"]
+    assert served.json("/explain?key=%C3%A9+%26")["key_hash"] == format_hash(hash_key("é &".encode()))
     status, body, content_type = served.get("/metrics")
     assert (status, content_type.split(";")[0]) == (200, "text/plain")
     text = body.decode()
@@ -203,6 +209,99 @@ def test_new_requests_are_answered_until_the_notice_has_gone_round(noticing: Ser
             )(iter([message]), timeout=10)
             assert next(call).WhichOneof("response") == "request_headers"
     assert noticing.process.poll() is None
+
+
+def test_those_who_watch_the_health_do_not_hold_the_end_up() -> None:
+    """A gateway's health stream is told NOT_SERVING and ended, and the process ends long before `drain_s`."""
+    for served in running(CACHEROUTE_DRAIN_NOTICE_S="0", CACHEROUTE_DRAIN_S="600"):
+        watches = [served.health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "liveness")]
+        for watch in watches:
+            assert next(watch).status == SERVING
+        served.process.send_signal(signal.SIGTERM)
+        assert [answer.status for answer in watches[0]] == [NOT_SERVING]
+        assert list(watches[1]) == []
+        served.process.communicate(timeout=30)
+        assert served.process.returncode == 0
+
+
+def test_the_port_is_listened_on_when_it_is_answered(tmp_path: Path) -> None:
+    """While the start waits for others nobody can connect, so nobody hangs; the end that is asked for then comes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent, (tmp_path / "log").open("wb") as log:
+        silent.bind(("127.0.0.1", 0))
+        port, http = free_port(), free_port()
+        process = subprocess.Popen(
+            command("--discover=dns:engines.test:1", f"--listen=127.0.0.1:{port}", f"--http=127.0.0.1:{http}"),
+            env=environment(CACHEROUTE_DNS_SERVER=f"127.0.0.1:{silent.getsockname()[1]}"),
+            stderr=log,
+        )
+        until(lambda: status_of(http) == 503, "it starts")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        assert status_of(http) == 503, "it was still starting"
+        process.terminate()
+        assert process.wait(30) == 0
+    events = [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert events == ["draining", "stopped"]
+
+
+def status_of(http: int) -> int:
+    """Return the status of /healthz."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{http}/healthz", timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_process_can_be_told_to_end_before_it_runs(tmp_path: Path, workers: str) -> None:
+    """SIGTERM while it still loads, as soon as any handler is there, ends it with exit code 0, before it serves."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent, (tmp_path / "log").open("wb") as log:
+        silent.bind(("127.0.0.1", 0))
+        process = subprocess.Popen(
+            command("--discover=dns:engines.test:1", "--listen=127.0.0.1:0", "--http=127.0.0.1:0"),
+            env=environment(
+                CACHEROUTE_DNS_SERVER=f"127.0.0.1:{silent.getsockname()[1]}",
+                CACHEROUTE_WORKERS=workers,
+                TMPDIR=str(tmp_path),
+            ),
+            stderr=log,
+        )
+        until(lambda: handles(process.pid, signal.SIGTERM), "it can be told")
+        process.terminate()
+        assert process.wait(30) == 0
+    assert '"serving"' not in (tmp_path / "log").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["log"], "nothing is left"
+
+
+def test_sigterm_before_the_handlers_of_the_loop_is_no_crash() -> None:
+    """From the first line of the program on, SIGTERM ends it with exit code 0."""
+    program = """
+import os, signal, service.__main__
+service.__main__.supervise = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+service.__main__.main()
+"""
+    variables = environment(CACHEROUTE_ENDPOINT="a=127.0.0.1:1", CACHEROUTE_WORKERS="2")
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    (mask,) = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_a_disk_that_hangs_does_not_hang_the_start(tmp_path: Path) -> None:
+    """A table file that gives no answer is told, and the service starts without it, and ends."""
+    os.mkfifo(tmp_path / "default.plan")
+    with Serving(
+        tmp_path / "log", redis_url="redis://127.0.0.1:1/0", state_dir=str(tmp_path), drain_notice_s="0"
+    ) as serving:
+        assert serving.json("/table")["version"] == 0
+        assert serving.told("table on disk not used")
+        assert serving.terminate() == 0
 
 
 @pytest.mark.parametrize("redis", ["alive", "dead"])

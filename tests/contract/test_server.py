@@ -1,6 +1,7 @@
 """The gRPC server's bounds, against a real client."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
+from service.errors import InvalidInput
+from service.ports import check_port, hold_port
 from service.server import METADATA_MAX_BYTES, bind, new_server
 
 
@@ -82,3 +85,34 @@ async def test_connections_grow_old_without_ending_a_stream() -> None:
                 await asyncio.sleep(0.05)
         assert latest != first
         assert await ask(old) == first
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_all_addresses_are_those_of_ipv6_too() -> None:
+    """gRPC listens on both for 0.0.0.0: a port that anybody has on either is taken, and workers' is held on both."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        port = other.getsockname()[1]
+        assert check_port(f"127.0.0.1:{port}") == port
+        for host in ("0.0.0.0", "[::]"):
+            with pytest.raises(InvalidInput, match="Address already in use"):
+                check_port(f"{host}:{port}")
+    holder, listen = hold_port("0.0.0.0:0")
+    with holder:
+        port = int(listen.rpartition(":")[2])
+        for host, family in (("::1", socket.AF_INET6), ("127.0.0.1", socket.AF_INET)):
+            with pytest.raises(OSError, match="Address already in use"):
+                socket.create_server((host, port), family=family)
+
+
+async def test_workers_share_a_port_of_all_addresses() -> None:
+    """Two servers listen where the supervisor holds the port, on IPv4 and IPv6."""
+    holder, listen = hold_port("0.0.0.0:0")
+    servers = [new_server(shares_port=True) for _ in range(2)]
+    with holder:
+        for server in servers:
+            assert bind(server, listen, shares_port=True) == int(listen.rpartition(":")[2])
+            await server.start()
+            with socket.create_connection(("127.0.0.1", int(listen.rpartition(":")[2])), timeout=10):
+                pass
+    for server in servers:
+        await server.stop(0)

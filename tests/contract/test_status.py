@@ -63,7 +63,7 @@ async def test_the_documented_fields(valkey: Server, pool: str) -> None:
     await store.write_ack("two", version=1, epoch=first, error="it is foreign", source="disk", fleet=fleet)
     done = run(*at, "-o", "json")
     document = json.loads(done.stdout)
-    assert document.keys() == {"pool", "version", "epoch", "age_s", "instances", "endpoints", "overrides"}
+    assert document.keys() == {"pool", "version", "epoch", "age_s", "instances", "frozen", "endpoints", "overrides"}
     assert (document["pool"], document["version"], document["epoch"]) == (pool, 2, first)
     assert document["overrides"] == []
     one, two = document["instances"]

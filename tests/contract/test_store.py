@@ -248,6 +248,34 @@ async def test_acks_tell_who_serves_what(store: Store) -> None:
     assert [(a.instance, a.version, a.error) for a in await store.read_acks()] == [("a", 1, "schema"), ("b", 2, "")]
 
 
+@pytest.mark.parametrize("wrong_s", [-3600.0, 3600.0])
+async def test_a_host_with_a_wrong_clock_hides_nobody(
+    store: Store, monkeypatch: pytest.MonkeyPatch, wrong_s: float
+) -> None:
+    """A host an hour ahead or behind sees all instances and is seen by them: signs of life go by Redis's clock."""
+    one = {"10.0.0.1:80": (1, 10)}
+    await store.exchange_load("right", one, ttl_ms=60_000)
+    await store.write_ack("right", version=1, epoch=1, error="")
+    right_s = time.time
+    monkeypatch.setattr(time, "time", lambda: right_s() + wrong_s)
+    assert await store.exchange_load("wrong", one, ttl_ms=60_000) == one
+    await store.write_ack("wrong", version=1, epoch=1, error="")
+    assert [ack.instance for ack in await store.read_acks()] == ["right", "wrong"]
+    monkeypatch.undo()
+    assert await store.exchange_load("right", one) == one
+    assert [ack.instance for ack in await store.read_acks()] == ["right", "wrong"]
+
+
+async def test_who_gives_no_sign_of_life_is_left_out(store: Store, pool: str) -> None:
+    """A minute without one takes an instance out at the next exchange, and so does a sign of the future."""
+    names, now_s = f"{{cacheroute:{pool}}}:instances", (await store._redis.time())[0]
+    await store._redis.zadd(
+        names, {"dead": now_s - 100, "future": now_s + 100, "quiet": now_s - 30, "ahead": now_s + 30}
+    )
+    await store.exchange_load("x", {})
+    assert set(await store._redis.zrange(names, 0, -1)) == {b"quiet", b"ahead", b"x"}
+
+
 async def test_a_dead_server_is_one_error_soon(own_valkey: Server, pool: str) -> None:
     """Every call fails with StoreUnavailable, within seconds, naming the server but no password."""
     store = Store(own_valkey.url.replace("redis://", "redis://user:hunter2@"), pool)

@@ -1,24 +1,39 @@
 """TLS on the gRPC port with real handshakes: who gets in, and certificates that change while it serves."""
 
+import asyncio
+import datetime
 import os
 import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed448, ed25519, rsa
+from prometheus_client import CollectorRegistry
 
-from tests.contract.certificates import Issued, issue
+from service.errors import InvalidInput
+from service.server import bind, new_server
+from service.settings import ServiceSettings, load_settings
+from service.telemetry import Telemetry
+from service.tls import Certificates, first_pair
+from tests.contract.certificates import DAY, Issued, issue
 from tests.contract.serving import Held, Serving, environment, until
 
 
 @pytest.fixture(scope="module")
 def ca() -> Issued:
     return issue("ca")
+
+
+EXPIRY = "cacheroute_tls_certificate_expiry_timestamp_seconds"
 
 
 def tls(folder: Path, **more: str) -> dict[str, str]:
@@ -97,6 +112,128 @@ def test_a_secret_that_is_swapped_is_taken(tmp_path: Path, ca: Issued) -> None:
         held.end()
         assert len(serving.told("certificate taken into service")) == 2
         assert all("expires" in line for line in serving.told("certificate taken into service"))
+
+
+def test_a_worker_that_is_started_again_shows_what_the_files_hold(tmp_path: Path, ca: Issued) -> None:
+    """A certificate that was replaced since the supervisor's start is never shown again."""
+    issue("old", ca).write(tmp_path)
+    with Serving(tmp_path / "log", workers="2", **tls(tmp_path)) as serving:
+        issue("new", ca).write(tmp_path)
+        until(lambda: serving.samples("cacheroute_tls_reloads_total") == {"0": 1, "1": 1}, "taken by both")
+        for worker in serving.workers():
+            worker.kill()
+        names: list[str] = []
+
+        def all_serve() -> bool:
+            names.append(shown(serving))
+            return serving.get("/healthz")[0] == 200 and len(serving.told("serving")) == 5
+
+        until(all_serve, "all serve again")
+        assert set(names) == {"new"}
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "RSA of 2048 bits": lambda: rsa.generate_private_key(65537, 2048),
+    "P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
+    "P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
+    "P-521": lambda: ec.generate_private_key(ec.SECP521R1()),
+    "Ed25519": ed25519.Ed25519PrivateKey.generate,
+    "RSA of 1024 bits": lambda: rsa.generate_private_key(65537, 1024),
+    "of the curve secp256k1": lambda: ec.generate_private_key(ec.SECP256K1()),
+    "of the curve secp224r1": lambda: ec.generate_private_key(ec.SECP224R1()),
+    "a DSA key": lambda: dsa.generate_private_key(2048),
+    "a Ed448 key": ed448.Ed448PrivateKey.generate,
+}
+WEAK = list(KINDS)[5:]
+
+
+def settings_of(folder: Path) -> ServiceSettings:
+    """Return settings with the certificate of a folder."""
+    return load_settings({}, endpoint=("a=127.0.0.1:1",), **tls(folder))
+
+
+def of_kind(folder: Path, key: Any) -> ServiceSettings:
+    """Write a certificate for a key, and return the settings with it."""
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kind")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - DAY)
+        .not_valid_after(now + DAY)
+        .sign(key, None if isinstance(key, ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey) else hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    (folder / "tls.crt").write_bytes(certificate.public_bytes(pem))
+    (folder / "tls.key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    return settings_of(folder)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WEAK])
+async def test_each_kind_of_key_that_is_taken_is_served(tmp_path: Path, kind: str) -> None:
+    """What passes the check makes a handshake."""
+    settings = of_kind(tmp_path, KINDS[kind]())
+    pair = first_pair(settings)
+    assert pair is not None
+    server = new_server()
+    port = bind(server, "127.0.0.1:0", certificates=Certificates(settings, Telemetry(CollectorRegistry()), pair))
+    await server.start()
+    assert await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port), timeout=10)
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("kind", WEAK)
+async def test_a_key_that_grpc_would_not_serve_is_told(tmp_path: Path, ca: Issued, kind: str) -> None:
+    """At the start it ends it, later the last good pair stays; both name the file, the kind and what is taken."""
+    issue("one", ca).write(tmp_path)
+    settings = settings_of(tmp_path)
+    pair, telemetry = first_pair(settings), Telemetry(CollectorRegistry())
+    assert pair is not None
+    certificates = Certificates(settings, telemetry, pair)
+    key = KINDS[kind]()
+    of_kind(tmp_path, key)
+    with pytest.raises(InvalidInput) as caught:
+        first_pair(settings)
+    assert f"{tmp_path}/tls.key is {kind}, which cannot be served; give a key of another kind: RSA" in str(caught.value)
+    await certificates.refresh()
+    assert certificates.current is pair
+    assert telemetry.registry.get_sample_value("cacheroute_tls_failures_total", {"cause": "weak"}) == 1
+
+
+async def test_when_the_certificate_expires_is_exported(tmp_path: Path, ca: Issued) -> None:
+    """The gauge follows a renewal; without TLS there is none."""
+    issue("one", ca, days=1).write(tmp_path)
+    settings = settings_of(tmp_path)
+    pair, telemetry = first_pair(settings), Telemetry(CollectorRegistry())
+    assert pair is not None
+    assert telemetry.registry.get_sample_value(EXPIRY) is None
+    certificates = Certificates(settings, telemetry, pair)
+    for days in (1, 20):
+        issue("one", ca, days=days).write(tmp_path)
+        await certificates.refresh()
+        value = telemetry.registry.get_sample_value(EXPIRY)
+        assert value is not None
+        assert abs(value - time.time() - days * 86400) < 3600
+
+
+async def test_files_that_give_no_answer_are_counted(
+    tmp_path: Path, ca: Issued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that hangs holds nothing up, and what it held is served on."""
+    issue("one", ca).write(tmp_path)
+    settings = settings_of(tmp_path)
+    pair, telemetry = first_pair(settings), Telemetry(CollectorRegistry())
+    assert pair is not None
+    certificates = Certificates(settings, telemetry, pair)
+    (tmp_path / "tls.key").unlink()
+    os.mkfifo(tmp_path / "tls.key")
+    monkeypatch.setattr("service.tls.READ_S", 0.1)
+    await certificates.refresh()
+    assert certificates.current is pair
+    assert telemetry.registry.get_sample_value("cacheroute_tls_failures_total", {"cause": "unreadable"}) == 1
 
 
 @pytest.mark.parametrize("fault", ["mismatch", "malformed", "unreadable"])

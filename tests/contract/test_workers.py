@@ -1,21 +1,37 @@
 """`--workers N`: several processes that are one service to gateways, operators and Prometheus."""
 
+import asyncio
+import errno
+import json
+import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from structlog.testing import capture_logs
 
+from service.folder import socket_folder
+from service.front import NO_WORKER, WorkerPort, build_front
+from service.http import listen_private
+from service.keys import format_hash, hash_key
+from service.settings import ServiceSettings
+from service.workers import Workers, _environment, _Worker
 from tests.contract.serving import Held, Serving, environment, until
 
 WORKERS = 3
 # With so many connections the kernel leaves a worker without any once in ten billion times.
 CONNECTIONS = 60
+ROOT = Path(__file__).parents[2]
 
 
 class Server(Protocol):
@@ -86,6 +102,7 @@ def test_metrics_of_all_workers_are_one_valid_text(shared: Serving) -> None:
     samples = [(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples]
     assert len(samples) == len(set(samples))
     assert all("worker" in dict(labels) for _, labels in samples)
+    assert shared.samples("process_cpu_seconds_total").keys() == {"0", "1", "2", "supervisor"}
     numbers = {str(n) for n in range(WORKERS)}
     assert shared.samples("cacheroute_worker_up") == dict.fromkeys(numbers, 1)
     picks = shared.samples("cacheroute_picks_total", reason="cold")
@@ -101,6 +118,8 @@ def test_people_see_one_service(shared: Serving) -> None:
     assert [w["worker"] for w in table["workers"]] == list(range(WORKERS))
     assert {c["name"] for c in shared.json("/explain?key=acme")["candidates"]} == {"a", "b"}
     assert shared.get("/explain")[0] == 400
+    assert "is not UTF-8" in shared.json("/explain?key=a%FF")["rule"]
+    assert shared.json("/explain?key=%C3%A9+%26")["key_hash"] == format_hash(hash_key("é &".encode()))
 
 
 def test_a_worker_that_dies_is_started_again_and_forgotten_meanwhile(serving: Serving) -> None:
@@ -141,7 +160,8 @@ def test_sigterm_drains_all_workers(serving: Serving) -> None:
 def test_workers_end_with_a_supervisor_that_is_killed(serving: Serving) -> None:
     """Nothing is left behind, in flight or not, and the port is free for the next one while the last requests end."""
     held, workers = hold(serving), serving.workers()
-    (folder,) = {Path(c.laddr).parent for w in workers for c in w.net_connections("unix") if c.laddr.endswith(".sock")}
+    sockets = [Path(str(c.laddr)) for worker in workers for c in worker.net_connections("unix")]
+    (folder,) = {path.parent for path in sockets if path.suffix == ".sock"}
     assert folder.stat().st_mode & 0o77 == 0, "nobody else may open it"
     serving.process.kill()
     serving.process.wait()
@@ -175,6 +195,8 @@ def test_a_free_port_is_chosen_once_for_all(tmp_path: Path) -> None:
     with Serving(tmp_path / "log", workers="2", listen="127.0.0.1:0") as serving:
         until(lambda: len(serving.told("serving")) == 3, "both workers and the supervisor say so")
         ports = {line["port"] for line in serving.told("serving")}
+        (at,) = [line["http_port"] for line in serving.told("serving") if "http_port" in line]
+        assert at == serving.http_port
         assert len(ports) == 1
         (serving.grpc_port,) = ports
         assert serving.grpc_port
@@ -222,14 +244,241 @@ def test_a_worker_without_a_supervisor_ends() -> None:
 
 def test_secrets_are_not_told(tmp_path: Path) -> None:
     """Neither salt nor weighted keys stand in the log or on a command line; keys are told by their hash."""
-    secrets = {"key_salt": "sixteen bytes of salt", "fair_weight": "acme-corp=3"}
+    secrets = {"key_salt": "sixteen bytes of salt", "fair_weight": "acme-corp=3", "fleet_inflight_max": "100"}
     with Serving(tmp_path / "log", workers="2", **secrets) as serving:
-        (started,) = until(lambda: [e for e in serving.told("serving") if "workers" in e], "its settings are told")
+        started = serving.events()[0]
+        assert (started["event"], started["workers"]) == ("starting", 2), "the first line has the settings in force"
         assert list(started["fair_weight"].values()) == [3.0]
         assert started["key_salt"] == "set"
         shown = serving.log() + "".join(" ".join(process.cmdline()) for process in serving.workers())
         assert "sixteen" not in shown
         assert "acme-corp" not in shown
+
+
+@dataclass
+class Alone:
+    """One worker whose process is `sleep`, and the supervisor's tasks for it."""
+
+    workers: Workers
+    worker: _Worker
+    starts: list[float]
+    fail: set[int]
+    told: Sequence[Mapping[str, Any]] = ()
+
+    async def answers(self) -> web.AppRunner:
+        """Let it serve."""
+
+        async def healthz(_: web.Request) -> web.Response:
+            return web.json_response({})
+
+        app = web.Application()
+        app.router.add_get("/healthz", healthz)
+        return await listen_private(app, self.worker.port.path)
+
+
+@pytest.fixture
+async def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Alone]:
+    settings = ServiceSettings(endpoint=("a=127.0.0.1:1",), workers=1, drain_notice_s=0)
+    workers = Workers(settings, "127.0.0.1:1", None, tmp_path)
+    alone = Alone(workers, _Worker(WorkerPort(0, str(tmp_path / "0.sock"))), [], set())
+    workers._workers.append(alone.worker)
+    start = asyncio.create_subprocess_exec
+
+    async def sleep(*_command: str, **given: Any) -> Any:
+        alone.starts.append(time.monotonic())
+        if len(alone.starts) in alone.fail:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start("sleep", "600", **given)
+
+    monkeypatch.setattr("service.workers.asyncio.create_subprocess_exec", sleep)
+    monkeypatch.setattr("service.workers.BACKOFF_S", (0.01, 0.01))
+    monkeypatch.setattr("service.workers.WATCH_S", 0.02)
+    with capture_logs() as alone.told:
+        yield alone
+    if alone.worker.process is not None:
+        alone.worker.send(signal.SIGKILL)
+        await alone.worker.process.wait()
+    await alone.worker.port.close()
+
+
+async def eventually(check: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_that_cannot_be_started_is_tried_again(alone: Alone) -> None:
+    """When the system has no room for a process, that is told with the remedy, and the next try comes."""
+    alone.fail |= {2, 3}
+    running = asyncio.create_task(alone.workers._run(0))
+    await eventually(lambda: alone.worker.process)
+    alone.worker.send(signal.SIGKILL)
+    await eventually(lambda: len(alone.starts) == 4 and alone.worker.process)
+    assert alone.worker.restarts == 1
+    alone.workers._stop.set()
+    assert await running == 0
+    (first, second) = [line for line in alone.told if line["event"] == "worker cannot be started, trying again"]
+    assert "Resource temporarily unavailable" in first["error"]
+    assert "ulimit" in second["remedy"]
+
+
+async def test_a_fault_of_the_supervisor_ends_it(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of ours that breaks lets workers drain and ends the process with the fault, for whoever restarts it."""
+
+    async def broken(_: object) -> None:
+        await eventually(lambda: alone.worker.process)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(alone.workers, "_exchange", broken)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(alone.workers._run(0), 30)
+    assert alone.worker.process is None, "it was ended"
+
+
+async def test_a_worker_that_hangs_is_killed_and_started_again(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has served and answers nothing any more is told and killed; while it answers it is left alone."""
+    monkeypatch.setattr("service.workers.STARTS", 1_000_000)
+    running = asyncio.create_task(alone.workers._run(0))
+    await eventually(lambda: alone.worker.process)
+    http = await alone.answers()
+    await eventually(lambda: alone.worker.port.served)
+    await asyncio.sleep(0.2)
+    assert alone.worker.restarts == 0
+    await http.cleanup()
+    await eventually(lambda: alone.worker.restarts == 1 and alone.worker.process)
+    alone.workers._stop.set()
+    await running
+    assert "worker answers nothing any more, killing it" in [line["event"] for line in alone.told]
+
+
+async def test_a_worker_that_does_not_get_ready_is_killed_and_started_again(alone: Alone) -> None:
+    """A start that hangs is told with the worker's number, and tried anew."""
+    running = asyncio.create_task(alone.workers._run(0))
+    await eventually(lambda: alone.worker.restarts >= 1)
+    alone.workers._stop.set()
+    await running
+    assert any(line["worker"] == 0 for line in alone.told if line["event"].startswith("worker does not get ready"))
+
+
+async def test_the_first_worker_must_get_ready(alone: Alone) -> None:
+    """When the first one hangs in its start the service ends with exit code 1."""
+    await alone.workers._start(alone.worker)
+    assert await asyncio.wait_for(alone.workers._failed_first(), 30) == 1
+
+
+async def test_without_any_answer_there_is_no_fleet(tmp_path: Path) -> None:
+    """/fleet and /table answer 503 while no worker does, not an empty fleet; /metrics says that none is up."""
+    port = WorkerPort(0, str(tmp_path / "none.sock"))
+    app = build_front([port], draining=lambda: False, restarts=lambda: [0], others_known=False)
+    async with TestClient(TestServer(app)) as client:
+        for path in ("/fleet", "/table", "/explain?key=a"):
+            answer = await client.get(path)
+            assert (answer.status, await answer.json()) == (503, NO_WORKER)
+        assert 'cacheroute_worker_up{worker="0"} 0.0' in await (await client.get("/metrics")).text()
+        openmetrics = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+        assert (await openmetrics.text()).endswith("# EOF\n")
+    await port.close()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ctrl_c_ends_all_without_a_traceback(tmp_path: Path, workers: str) -> None:
+    """At a terminal the signal reaches the whole group: the supervisor, not each worker, acts on it, at any moment."""
+    log = tmp_path / "log"
+    with log.open("wb") as written:
+        given = {"endpoint": "a=127.0.0.1:1", "listen": "127.0.0.1:0", "http": "127.0.0.1:0", "drain_notice_s": "0"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "planner.cli", "serve"],
+            env=environment(workers=workers, **given),
+            stderr=written,
+            start_new_session=True,
+        )
+    until(
+        lambda: handles(process.pid, signal.SIGTERM), "it can be told"
+    )  # Python itself handles the other from the start
+    if workers != "1":
+        (child,) = until(lambda: psutil.Process(process.pid).children(), "a worker starts")
+        assert os.getpgid(child.pid) != process.pid
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 0
+    assert "Traceback" not in log.read_text()
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    (mask,) = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_workers_are_of_this_package_whatever_the_folder_holds(tmp_path: Path) -> None:
+    """A folder `service` where it is started is not run."""
+    (tmp_path / "service").mkdir()
+    (tmp_path / "service" / "__init__.py").write_text("")
+    (tmp_path / "service" / "__main__.py").write_text("import sys; sys.exit('another program')")
+    given = {"endpoint": "a=127.0.0.1:1", "listen": "127.0.0.1:0", "http": "127.0.0.1:0", "workers": "2"}
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); from planner.cli import main; main()",
+            "serve",
+        ],
+        env=environment(drain_notice_s="0", **given),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = [process.stderr.readline() for _ in range(4)]
+    process.terminate()
+    process.communicate(timeout=30)
+    assert [json.loads(line)["event"] for line in lines] == ["starting", "serving", "serving", "serving"]
+
+
+def test_a_checkout_is_found_before_what_else_is_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers get our own folder first and keep the rest; an installed package needs none of it."""
+    monkeypatch.setenv("PYTHONPATH", "/other")
+    assert _environment()["PYTHONPATH"] == f"{ROOT}:/other"
+    monkeypatch.delenv("PYTHONPATH")
+    assert _environment()["PYTHONPATH"] == str(ROOT)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(ROOT))
+    assert "PYTHONPATH" not in _environment()
+
+
+def test_folders_of_supervisors_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that nobody has locked go; one in use, one that is just being made, and what is not ours stay."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with socket_folder() as used:
+        left, young, full = (tmp_path / f"cacheroute-workers-{name}" for name in ("left", "young", "full"))
+        for folder in (left, young, full):
+            folder.mkdir()
+            (folder / "0.sock").touch()
+        (full / "letter").touch()
+        (tmp_path / "cacheroute-workers-link").symlink_to(full)
+        (tmp_path / "other").mkdir()
+        for folder in (left, full, used):
+            os.utime(folder, (1e9, 1e9))
+        with socket_folder() as mine:
+            there = {path.name for path in tmp_path.iterdir()}
+            assert there == {used.name, mine.name, young.name, full.name, "cacheroute-workers-link", "other"}
+        assert not mine.exists()
+    assert not used.exists()
+    assert (full / "letter").exists()
+
+
+def test_no_argument_is_ignored() -> None:
+    """`python -m service` takes none; a wrong one ends the start with exit code 2 and one line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "service", "--help", "--no-such-option"],
+        env=environment(endpoint="a=127.0.0.1:1", listen="127.0.0.1:0", http="127.0.0.1:0"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "'--help'" in line
+    assert "cacheroute serve" in line
 
 
 def serve(**settings: str) -> "subprocess.CompletedProcess[str]":

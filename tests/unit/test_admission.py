@@ -98,3 +98,15 @@ def test_keys_without_requests_get_no_slot() -> None:
 def test_a_cap_next_to_zero_means_every_endpoint() -> None:
     """An infinite quotient is cut to R like every other large one."""
     assert admitted({1: 1.0}, endpoints=3, slots_per_endpoint=1, replica_cap_rps=5e-324) == [(1, 3)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("slots", [1, 40, 300])
+def test_large_inputs_take_a_short_cut_to_the_same_keys(seed: int, slots: int) -> None:
+    """The sample that saves sorting changes nothing, also when most rates are equal."""
+    rng = np.random.default_rng(seed)
+    rates_rps = np.exp(rng.normal(0, 1.65, 50_000)) if seed % 2 else rng.integers(0, 3, 50_000) / 2.0
+    hashes = rng.permutation(50_000).astype(np.uint64)
+    got = admit(hashes, rates_rps, endpoints=4, rules=Rules(slots_per_endpoint=slots, replica_cap_rps=1e6))
+    wanted = sorted(zip((-rates_rps).tolist(), hashes.tolist(), strict=True))[: 4 * slots]
+    assert hashes[got.rows].tolist() == [key_hash for rate, key_hash in wanted if rate < 0]

@@ -1,6 +1,6 @@
 """One answer made of several workers' answers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
     disable_created_metrics,
     enable_created_metrics,
     generate_latest,
@@ -16,9 +17,13 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
-from service.aggregate import Together, load_of_others, together_fleet, together_table
+from service.aggregate import load_of_others, together_fleet, together_metrics, together_table
+
+# What a label may hold, and what could be taken for the end of something.
+HARD = ['a"\\\n', "{", "}", 'x{y="z",w="1"} 2', "é \u2028 日本", ",", "# HELP requests x", " ", "", "# EOF", "a\\"]
+FORMATS = [(generate_latest, parse_plain), (generate_openmetrics, parse_openmetrics)]
 
 
 @pytest.fixture(autouse=True)
@@ -28,37 +33,54 @@ def like_the_service() -> Iterator[None]:
     enable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-def text(worker: int) -> str:
-    """What a worker's /metrics says."""
+def filled(worker: int) -> CollectorRegistry:
+    """What a worker's /metrics tells of."""
     registry = CollectorRegistry()
-    Counter("requests", "Requests.", ["key"], registry=registry).labels('a"\\\n').inc(worker + 1)
+    requests = Counter("requests", 'Requests.\nIn "two" lines, {braced}.', ["key"], registry=registry)
+    for key in HARD:
+        requests.labels(key).inc(worker + 1)
     Gauge("streams", "Open streams.", registry=registry).set(worker)
+    Gauge("empty", "", ["none"], registry=registry)
     Histogram("decide", "Time.", buckets=(1.0, 2.0), registry=registry).observe(1.5)
-    return generate_latest(registry).decode()
+    if worker == 1:
+        Gauge("late", "Only one has it.", registry=registry).set(float("nan"))
+    return registry
 
 
-def test_series_of_all_workers_stand_under_one_description() -> None:
-    """Labels and values stay, a label says whose they are, and what is made parses again in both formats."""
+@pytest.mark.parametrize(("write", "parse"), FORMATS)
+def test_series_of_all_workers_stand_under_one_description(
+    write: Callable[[Any], bytes], parse: Callable[[str], Iterator[Metric]]
+) -> None:
+    """In each format every series of every worker is there under its label, as it was, and every family stands once."""
+    registry = CollectorRegistry()
     own = GaugeMetricFamily("up", "Up.", labels=["worker"])
     own.add_metric(["0"], 1.0)
-    merged = Together({1: text(1), 0: text(0)}, [own])
-    plain = list(text_string_to_metric_families(generate_latest(merged).decode()))
-    openmetrics = list(parse_openmetrics(generate_openmetrics(merged).decode()))  # type: ignore[no-untyped-call]
-    for families in (plain, openmetrics):
-        assert [f.name for f in families] == ["up", "requests", "streams", "decide"]
-        assert {f.name: f.type for f in families}["requests"] == "counter"
-        values = {(s.name, s.labels.get("worker"), s.labels.get("le")): s.value for f in families for s in f.samples}
-        assert values["requests_total", "0", None] == 1
-        assert values["requests_total", "1", None] == 2
-        assert values["streams", "1", None] == 1
-        assert values["decide_bucket", "1", "2.0"] == 1
-        keys = {s.labels["key"] for f in families for s in f.samples if s.name == "requests_total"}
-        assert keys == {'a"\\\n'}
+    registry.register(type("Own", (), {"collect": lambda _: [own]})())
+    merged = together_metrics(write(registry), [(str(n), write(filled(n))) for n in (0, 1)]).decode()
+    families = list(parse(merged))
+    assert [f.name for f in families] == ["up", "requests", "streams", "empty", "decide", "late"]
+    described = {f.name: (f.type, f.documentation) for f in filled(1).collect()}
+    assert {f.name: (f.type, f.documentation) for f in families if f.name != "up"} == described
+
+    def series(of: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], str]:
+        samples = [s for family in of for s in family.samples]
+        found = {(s.name, frozenset(s.labels.items())): str(s.value) for s in samples}
+        assert len(found) == len(samples)
+        return found
+
+    expected = {("up", frozenset({("worker", "0")})): "1.0"}
+    for n in (0, 1):
+        alone = series(parse(write(filled(n)).decode()))
+        expected |= {(name, labels | {("worker", str(n))}): value for (name, labels), value in alone.items()}
+    assert series(families) == expected
+    keys = {dict(labels)["key"] for name, labels in expected if name == "requests_total"}
+    assert keys == set(HARD)
 
 
-def test_nobody_answered() -> None:
+@pytest.mark.parametrize("write", [write for write, _ in FORMATS])
+def test_nobody_answered(write: Callable[[Any], bytes]) -> None:
     """Without any worker there is still a text."""
-    assert generate_latest(Together({})) == b""
+    assert together_metrics(write(CollectorRegistry()), []) == write(CollectorRegistry())
 
 
 def endpoint(name: str, **facts: Any) -> dict[str, Any]:

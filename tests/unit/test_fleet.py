@@ -12,6 +12,7 @@ from service.fleet import (
     ANSWER_WORK,
     BLIP_S,
     GATEWAY_FAULTS,
+    PANIC_SHARE,
     SLOW_START_SHARE,
     Changes,
     Endpoint,
@@ -211,6 +212,56 @@ def test_answers_take_nobody_out_while_probes_have_taken_half() -> None:
     assert not any(answers(fleet, "e3", *[503] * 20))
 
 
+def test_connections_that_fail_everywhere_leave_half_in() -> None:
+    """A gateway that retries for other reasons names each endpoint as not reached; that must not empty the fleet."""
+    fleet = fleet_of(*(f"e{i}" for i in range(8)))
+    taken = [fleet.connect_failed(endpoint) for endpoint in fleet.endpoints]
+    assert (sum(taken), len(fleet.usable)) == (4, 4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 10, 100])
+def test_panic_uses_all_where_somebody_listens(n: int) -> None:
+    """When hardly any endpoint passes its probes, all are used but those where nobody listens; then it ends."""
+    fleet = fleet_of(*(f"e{i}" for i in range(n)))
+    ready = math.ceil(n * PANIC_SHARE)
+    for endpoint in fleet.endpoints[ready:]:
+        fleet.probe_failed(endpoint, allowed=1)
+    assert (fleet.panic, len(fleet.usable)) == (False, ready)
+    for endpoint in fleet.endpoints[:ready]:
+        fleet.probe_failed(endpoint, allowed=1)
+    assert (fleet.panic, len(fleet.usable)) == (True, n)
+    for number, endpoint in enumerate(fleet.endpoints, start=1):
+        fleet.probe_failed(endpoint, allowed=1, refused=True)
+        assert len(fleet.usable) == n - number
+    for endpoint in fleet.endpoints[:ready]:
+        fleet.probe_succeeded(endpoint)
+    assert (fleet.panic, len(fleet.usable)) == (False, ready)
+
+
+def test_a_fleet_that_starts_slowly_together_does_not() -> None:
+    """What counts is how much colder an endpoint is than the others: all cold at once are equals."""
+    clock = Clock()
+    fleet = Fleet((), SLOW_START_S, clock)
+    fleet.update(found("e1", "e2"))
+    assert [e.handicap for e in fleet.endpoints] == [1.0, 1.0]
+    clock.now += SLOW_START_S / 2
+    fleet.update(found("e1", "e2", "e3"))
+    assert [e.handicap for e in fleet.endpoints] == pytest.approx([1.0, 1.0, 5.0])
+
+
+@pytest.mark.parametrize(("away_s", "handicap"), [(BLIP_S - 0.1, 1.0), (BLIP_S, 1 / SLOW_START_SHARE)])
+def test_an_endpoint_that_discovery_lost_for_a_moment_is_as_it_was(away_s: float, handicap: float) -> None:
+    """Kubernetes takes a pod out for one missed readiness probe; back soon it is warm, and unready if it was."""
+    clock = Clock()
+    fleet = fleet_of("e1", "e2", "e3", clock=clock)
+    fleet.probe_failed(fleet.by_name["e2"], allowed=1)
+    fleet.update(found("e1"))
+    clock.now += away_s
+    fleet.update(found("e1", "e2", "e3"))
+    assert fleet.by_name["e3"].handicap == handicap
+    assert fleet.by_name["e2"].ready == (away_s >= BLIP_S)
+
+
 class Model:
     """What a fleet should say, computed in the plainest way."""
 
@@ -218,7 +269,11 @@ class Model:
         self.charged: list[tuple[Endpoint, int]] = []
 
     def check(self, fleet: Fleet) -> None:
-        assert fleet.usable == [e for e in fleet.endpoints if e.ready and not e.draining]
+        staying = [e for e in fleet.endpoints if not e.draining]
+        panic = sum(e.ready for e in staying) < PANIC_SHARE * len(staying)
+        assert fleet.panic == panic
+        assert fleet.usable == [e for e in staying if e.ready or (panic and not e.refused)]
+        assert min((e.handicap for e in fleet.usable), default=1.0) == 1.0
         assert all(e.usable == (e in fleet.usable) for e in fleet.endpoints)
         assert len({e.name for e in fleet.endpoints}) == len(fleet.endpoints) == len(fleet.by_address)
         for endpoint in {*fleet.endpoints, *(e for e, _ in self.charged)}:
@@ -280,7 +335,7 @@ def test_nothing_in_flight_is_lost_over_any_sequence(sequence: list[tuple[str, o
             case "good probe", _ if one:
                 fleet.probe_succeeded(one)
             case "bad probe", _ if one:
-                fleet.probe_failed(one, allowed=2)
+                fleet.probe_failed(one, allowed=2, refused=rng.random() < 0.5)
             case "connect", _ if one:
                 fleet.connect_failed(one)
             case (("503" | "200"), _) if one:

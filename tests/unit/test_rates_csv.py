@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from planner.rates import KeyRates, rates_from_windows, read_csv
+from planner.rates import KeyRates, read_csv
 from service.errors import InvalidInput
 from service.keys import hash_key
 
@@ -98,22 +98,3 @@ def test_the_order_of_rows_changes_nothing() -> None:
         two.rates_rps.tobytes(),
         two.total_rps,
     )
-
-
-def test_windows_are_divided_by_the_time_they_cover() -> None:
-    """Requests add up over windows and are divided by the time from the oldest window with data until now."""
-    assert as_dict(rates_from_windows({60: {1: 30, 2: 6}, 120: {1: 30}}, now_s=180.0)) == {1: 0.5, 2: 0.05}
-    # Nobody counted in the window in between: that was silence.
-    assert as_dict(rates_from_windows({60: {1: 60}, 120: {}}, now_s=180.0)) == {1: 0.5}
-
-
-def test_a_window_that_has_just_begun_counts_as_a_second() -> None:
-    """A rate is never taken over less than a second, nor over a negative time when clocks differ."""
-    assert as_dict(rates_from_windows({60: {1: 5}}, now_s=60.01)) == {1: 5.0}
-    assert as_dict(rates_from_windows({60: {1: 5}}, now_s=59.0)) == {1: 5.0}
-
-
-def test_no_windows_are_no_rates() -> None:
-    """Without any window there are no keys and no error."""
-    rates = rates_from_windows({}, now_s=100.0)
-    assert (len(rates), rates.total_rps) == (0, 0.0)

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from service.connect import Link
 from service.errors import InvalidInput
 from service.redis_url import RedisTarget, parse_redis_url, without_password
 
@@ -22,6 +24,9 @@ SECRET = "hunter2"
         ("redis://me@h", {"username": "me", "password": None}, "redis://h:6379/0"),
         ("redis://a%40b:h%2Fu%3An%23t@h/0", {"username": "a@b", "password": "h/u:n#t"}, "redis://h:6379/0"),
         ("redis://h?username=me&password=hunt%26er", {"username": "me", "password": "hunt&er"}, "redis://h:6379/0"),
+        ("redis://h?password=a+b%2B%20c&username=d+e", {"username": "d+e", "password": "a+b+ c"}, "redis://h:6379/0"),
+        ("redis://me@h?password=hunter2", {"username": "me", "password": SECRET}, "redis://h:6379/0"),
+        ("redis://[fe80::1%25eth0]:7", {"hosts": (("fe80::1%eth0", 7),)}, "redis://[fe80::1%25eth0]:7/0"),
         ("redis://h?socket_timeout=2.5", {"timeout_s": 2.5}, "redis://h:6379/0"),
         ("rediss://h:1", {"tls": {}}, "rediss://h:1/0"),
         (
@@ -75,7 +80,19 @@ def test_every_documented_form_is_read(url: str, expected: dict[str, object], sh
         ("redis://h:0", "port"),
         ("redis://h:hunter2", "port"),
         ("redis://h:70000", "port"),
-        ("redis://[::1:7", "no URL"),
+        ("redis://[::1:7", "an IPv6 host is written"),
+        ("redis://[hunter2]:7", "no IPv6 address"),
+        ("redis://h%00unter2", "a host is missing"),
+        ("redis://h:٣", "port"),
+        ("redis://h/" + "9" * 5000, "database"),
+        ("redis://h/0?db=5", "both after the host"),
+        ("redis://u:hunter2@h?password=b", "both before the host"),
+        ("redis://u:hunter2@h?username=z", "both before the host"),
+        ("redis://h?db=1&db=2", "stands twice"),
+        ("redis://h?password=hunter2&password=hunter2", "stands twice"),
+        ("redis://h?socket_timeout=1e-9", "socket_timeout"),
+        ("redis://h?socket_timeout=nan", "socket_timeout"),
+        ("rediss://h?ssl_ca_certs=", "ssl_ca_certs is empty"),
         ("redis://::1:7", "host"),
         ("redis://h/hunter2", "database"),
         ("redis://h?db=-1", "database"),
@@ -120,6 +137,16 @@ def test_files_are_looked_at_when_the_url_is_read(tmp_path: Path) -> None:
         for path in (none, garbage):
             with pytest.raises(InvalidInput, match=f"{parameter} {path}"):
                 parse_redis_url(f"rediss://h?{parameter}={path}")
+
+
+@pytest.mark.parametrize("query", ["", "?ssl_cert_reqs=none"])
+def test_a_server_that_is_not_verified_is_told_once(query: str) -> None:
+    """TLS that keeps nobody from posing as Redis is a warning with the remedy, and shows no secret."""
+    with capture_logs() as lines:
+        Link(f"rediss://:{SECRET}@h:1{query}")
+    assert [(line["log_level"], line["redis"]) for line in lines] == [("warning", "rediss://h:1/0")] * bool(query)
+    assert all("ssl_ca_certs" in line["remedy"] for line in lines)
+    assert SECRET not in str(lines)
 
 
 def test_what_the_client_says_is_scrubbed() -> None:
