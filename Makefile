@@ -4,6 +4,8 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 BIN := $(VENV)/bin
 SOURCES := service replay planner engine_patch
 ARGS ?=
+# Tests wait for real peers more than they compute.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo lab test check lint types imports spelling generated unit e2e claims fuzz bench generate clean
@@ -41,7 +43,7 @@ generated: $(VENV)/.installed-dev
 	@echo "service/pb is up to date"
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/unit tests/contract $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) tests/unit tests/contract $(ARGS)
 
 e2e: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/e2e $(ARGS)

@@ -134,7 +134,8 @@ redis.call('ZADD', KEYS[2], now, ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[3])
 redis.call('ZREMRANGEBYSCORE', KEYS[2], now + ARGV[3], '+inf')
 redis.call('DEL', KEYS[1])
-for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+-- Lua's stack holds some thousands of values.
+for i = 4, #ARGV, 1000 do redis.call('HSET', KEYS[1], unpack(ARGV, i, math.min(i + 999, #ARGV))) end
 if #ARGV > 3 then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return redis.call('ZRANGE', KEYS[2], 0, -1)
 """)

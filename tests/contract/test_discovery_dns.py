@@ -575,7 +575,7 @@ async def test_engines_come_and_go_under_a_running_service(server: NameServer, t
 
 
 async def test_a_process_that_knows_nobody_leaves_requests_to_envoy(server: NameServer, tmp_path: Path) -> None:
-    """While DNS is away at the start health is NOT_SERVING and streams end unanswered; once it answers both are well."""
+    """While DNS is away at the start health is NOT_SERVING and streams end unanswered; then both are well."""
     grpc_port, http_port, engine = free_ports(3)
     server.set_pods(vllm_0=("127.0.0.1", engine))
     server.fault[""] = "servfail"

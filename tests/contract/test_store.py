@@ -194,6 +194,9 @@ async def test_load_of_others_is_summed_and_forgotten(store: Store, valkey: Serv
     assert await store.exchange_load("z", {}) == {"10.0.0.1:80": (5, 1000), "10.0.0.2:80": (1, 50)}
     await store.forget_instance("y")
     assert await store.exchange_load("z", {}) == {"10.0.0.1:80": (3, 900)}
+    many = {f"10.0.0.{n}:80": (n, n) for n in range(5001)}
+    await store.exchange_load("x", many, ttl_ms=60_000)
+    assert await store.exchange_load("z", {}) == many
     await store.exchange_load("x", {"10.0.0.1:80": (3, 900)}, ttl_ms=20)
     await asyncio.sleep(0.05)
     assert await store.exchange_load("z", {}) == {}
