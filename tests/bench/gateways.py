@@ -113,7 +113,7 @@ def answers_tcp(address: str) -> bool:
 def bootstrap(site: Site, listen: str, admin: str, processor: str) -> dict[str, Any]:
     """Return the lab's Envoy configuration for these addresses."""
     return build_bootstrap(
-        EnvoySettings(listen, admin, processor, site.engines, str(site.folder / "access.jsonl"), KEY_HEADER)
+        EnvoySettings(listen, admin, processor, site.engines, str(site.folder / "access.jsonl"), (KEY_HEADER,))
     )
 
 
