@@ -20,7 +20,7 @@ from planner.admission import Rules, admit
 from planner.placement import place
 from planner.rates import KeyRates
 from planner.sticky import Ints, Limits, Outcome, Previous, place_sticky
-from service.errors import InvalidInput
+from service.errors import InvalidInput, InvalidParameter
 from service.plan import Parameters, Plan, check
 
 Method = Literal["sticky", "lpt"]
@@ -237,16 +237,20 @@ def _refuse(endpoints: Sequence[str], rules: Rules, limits: Limits) -> None:
         faults.append(f"--slots {rules.slots_per_endpoint} is not 1 to {MAX_SLOTS}")
     if not 0 < rules.replica_cap_rps < float("inf"):
         faults.append(f"--replica-cap {rules.replica_cap_rps:g} is not a number of requests/s above 0")
-    for option, value, most in (
-        ("--epsilon", limits.epsilon, 10.0),
-        ("--keys-budget", limits.keys_share, 1.0),
-        ("--rate-budget", limits.rate_share, 1.0),
-        ("--incumbent-bonus", rules.incumbent_bonus, 10.0),
-        ("--resident-s", rules.resident_s, 1e9),
-        ("--residency", rules.residency, 1e9),
-        ("--token-budget", float(rules.tokens_per_endpoint), 1e15),
-    ):
-        if not 0 <= value <= most:  # a NaN is refused too
-            faults.append(f"{option} {value:g} is not 0 to {most:g}")
+    wrong = [
+        f"{option} {value:g} is not 0 to {most:g}"
+        for option, value, most in (
+            ("--epsilon", limits.epsilon, 10.0),
+            ("--keys-budget", limits.keys_share, 1.0),
+            ("--rate-budget", limits.rate_share, 1.0),
+            ("--incumbent-bonus", rules.incumbent_bonus, 10.0),
+            ("--resident-s", rules.resident_s, 1e9),
+            ("--residency", rules.residency, 1e9),
+            ("--token-budget", float(rules.tokens_per_endpoint), 1e15),
+        )
+        if not 0 <= value <= most  # a NaN is refused too
+    ]
     if faults:
-        raise InvalidInput("; ".join(faults), "correct it and build again")
+        raise InvalidInput("; ".join(faults + wrong), "correct it and build again")
+    if wrong:
+        raise InvalidParameter("; ".join(wrong), "correct it and build again")

@@ -17,12 +17,17 @@ from planner.admission import Rules
 from planner.build import MAX_SLOTS
 from planner.predict import Economics
 from planner.sticky import Limits
-from service.errors import InvalidInput
+from service.errors import InvalidInput, InvalidParameter
 from service.settings import OTHER_ROOMS, ServiceSettings, check_salt, refuse_unknown, split_address
 from service.settings import PREFIX as SERVICE_PREFIX
 
 PREFIX = "CACHEROUTE_PLANNER_"
 OPTIONS = {"redis_url": "--redis", "slots_per_endpoint": "--slots", "replica_cap_rps": "--replica-cap"}
+# Parameters of admission, placement and gate, as `plan build` has them.
+RULES = frozenset(
+    {"epsilon", "keys_budget", "rate_budget", "copies_max", "incumbent_bonus", "tokens_per_endpoint", "resident_s"}
+    | {"residency"}
+)
 SHARED = ("redis_url", "pool", "key_salt", "rate_window_s")
 
 CommaList = Annotated[tuple[str, ...], NoDecode]
@@ -170,14 +175,17 @@ class PlannerSettings(BaseSettings):
 def load_settings(environ: Mapping[str, str], **given: object) -> PlannerSettings:
     """Return the settings of the environment under those given on the command line (None: not given).
 
-    Raise InvalidInput that lists every fault: option, variable, value and what is allowed.
+    Raise InvalidInput that lists every fault: option, variable, value and what is allowed; InvalidParameter when only
+    parameters of the rules are out of range.
     """
     refuse_unknown_variables(environ)
     chosen = {name: value for name, value in given.items() if value is not None}
     try:
         return PlannerSettings(**chosen)  # type: ignore[arg-type]
     except ValidationError as exc:
-        raise InvalidInput(_describe(exc), "give or correct the option or variable") from exc
+        fields = {str(error["loc"][0]) if error["loc"] else "" for error in exc.errors()}
+        kind = InvalidParameter if fields <= RULES else InvalidInput
+        raise kind(_describe(exc), "give or correct the option or variable") from exc
 
 
 def refuse_unknown_variables(environ: Mapping[str, str]) -> None:

@@ -188,7 +188,7 @@ def build_bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     Source of the choices: measured on Envoy 1.36 to 1.40.
     """
     assert settings.engines, "a pool has at least one host"
-    assert not isinstance(settings.key_headers, str), "names of headers, not the letters of one"
+    assert isinstance(settings.key_headers, tuple), "names of headers, not the letters of one"
     bootstrap = Bootstrap(
         admin=Admin(address=_address(settings.admin)),
         static_resources=BootstrapStaticResources(

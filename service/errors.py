@@ -2,6 +2,7 @@
 
 CacheRouteError                                            caught by            what the caller does
 + InvalidInput         a value from outside is unusable    planner.cli.main     exit 2, nothing was started or written
+  + InvalidParameter   a rule's parameter out of range     planner.cli.main     exit 3, the published plan stays
 + InvalidPlan          a plan breaks its own rules         service.feed / CLI   keep the last table, count it / exit 3
 + PlanConflict         somebody published first            planner.cycle / CLI  plan again from the newer head / exit 4
 + NotLeading           another planner holds the lease     planner.job / CLI    stand by / exit 4
@@ -31,6 +32,12 @@ class InvalidInput(CacheRouteError):
         super().__init__(f"{what}; {remedy}")
         self.what = what
         self.remedy = remedy
+
+
+class InvalidParameter(InvalidInput):
+    """Everything can be read, but planning by it would be wrong (an ε below 0, say): refused as a bad plan is."""
+
+    exit_code = 3
 
 
 class InvalidPlan(CacheRouteError):

@@ -264,3 +264,23 @@ def test_publish_tells_which_services_refuse(valkey: Server, pool: str, rates: P
     finally:
         service.terminate()
         service.communicate(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [(["--epsilon", "-0.1"], "--epsilon"), (["--epsilon", "nan"], "--epsilon"), (["--residency", "-1"], "--residency")],
+)
+def test_a_rule_out_of_range_is_refused(
+    valkey: Server, pool: str, rates: Path, tmp_path: Path, options: list[str], word: str
+) -> None:
+    """A parameter of the rules that is out of its range is one line and exit code 3, and nothing is written."""
+    plan = tmp_path / "plan"
+    done = run(*build(rates), "--out", plan, *options, exit_code=3)
+    assert word in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not plan.exists()
+    name = f"CACHEROUTE_PLANNER_{word[2:].upper()}"
+    at = ["--redis", valkey.url, "--pool", pool, "--endpoint", "a", "--slots", "2", "--replica-cap", "1"]
+    done = run("planner", "once", *at, exit_code=3, **{name: options[1]})
+    assert name in done.stderr
+    assert done.stderr.count("\n") == 1
