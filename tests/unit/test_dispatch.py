@@ -19,7 +19,7 @@ def fleet_of(n: int, loads: list[int] | None = None, unready: set[int] | None = 
         for _ in range(loads[i] if loads else 0):
             fleet.charge(endpoint, ANSWER_WORK)
         if unready and i in unready:
-            fleet.connect_failed(endpoint)
+            fleet.probe_failed(endpoint, allowed=1, refused=True)
     return fleet
 
 
@@ -52,7 +52,7 @@ def test_a_pick_keeps_its_rules(situation: tuple[Fleet, Table, int], factor: flo
     """
     fleet, table, seed = situation
     subset = None if within is None else {e for i, e in enumerate(fleet.endpoints) if i in within}
-    usable = [e for e in fleet.endpoints if e.ready and not e.draining and (subset is None or e in subset)]
+    usable = [e for e in fleet.endpoints if e.usable and (subset is None or e in subset)]
     if not usable:
         with pytest.raises(NoReadyEndpoint):
             pick(table, fleet, 42, Random(seed), subset=subset)
@@ -136,7 +136,7 @@ def test_load_of_the_fleet_is_that_of_its_usable_endpoints(
         fleet.charge(fleet.endpoints[index], work)
         if number == len(charges) // 2:
             for i in unready:
-                fleet.connect_failed(fleet.endpoints[i])
+                fleet.probe_failed(fleet.endpoints[i], allowed=1, refused=True)
         assert consistent()
     fleet.set_elsewhere({"10.0.0.1:8000": (1, other), "10.0.0.9:8000": (5, 5)})
     assert consistent()
