@@ -281,8 +281,8 @@ class Model:
             assert (endpoint.inflight, endpoint.work) == (len(mine), sum(mine))
         for endpoint in fleet.endpoints:
             whole = endpoint.work + endpoint.work_elsewhere
-            assert endpoint.load == pytest.approx(whole * endpoint.handicap)
-        assert fleet.usable_load == pytest.approx(sum(e.load for e in fleet.usable))
+            assert endpoint.load == pytest.approx(whole * endpoint.handicap, abs=1e-6)
+        assert fleet.usable_load == pytest.approx(sum(e.load for e in fleet.usable), abs=1e-6)
 
 
 NAMES = [f"e{i}" for i in range(6)]
