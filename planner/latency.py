@@ -91,7 +91,9 @@ def quantile(counts: Mapping[float, float], share: float = QUANTILE) -> float | 
     for bound in sorted(bound for bound, count in counts.items() if count > 0 or not math.isinf(bound)):
         count = counts[bound]
         if count > 0 and below + count >= rank:
-            return (low or None) if math.isinf(bound) else low + (bound - low) * max(0.0, rank - below) / count
+            if math.isinf(bound):
+                return low or None
+            return min(bound, low + (bound - low) * max(0.0, rank - below) / count)
         below += count
         low = low if math.isinf(bound) else bound
     # Sums of floats may miss the rank by an ulp.
