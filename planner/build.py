@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.admission import Rules, admit
+from planner.diff import match
 from planner.placement import place
 from planner.rates import KeyRates
 from planner.sticky import Ints, Limits, Outcome, Previous, place_sticky
@@ -129,11 +130,8 @@ def where_they_were(previous: Plan, key_hashes: NDArray[np.uint64], endpoints: S
     hashes = np.asarray(previous.key_hashes, dtype=np.uint64)
     offsets = np.asarray(previous.target_offsets, dtype=np.int64)
     targets = renamed[np.asarray(previous.targets, dtype=np.int64)]
-    order = np.argsort(hashes)
-    at = np.minimum(np.searchsorted(hashes[order], key_hashes), max(0, len(hashes) - 1))
-    rows = order[at]
-    found = hashes[rows] == key_hashes
-    lengths = np.where(found, offsets[rows + 1] - offsets[rows], 0)
+    rows = match(key_hashes, hashes)
+    lengths = np.where(rows >= 0, offsets[rows + 1] - offsets[rows], 0)
     # One index into `targets` for each copy: the start of its key's row, and its place in it.
     ends = np.cumsum(lengths)
     flat = np.repeat(offsets[rows] - (ends - lengths), lengths) + np.arange(int(lengths.sum()))

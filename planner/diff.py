@@ -51,8 +51,8 @@ def diff(old: Plan, new: Plan) -> Difference:
     names = list(dict.fromkeys((*old.endpoints, *new.endpoints)))
     was, now = _Columns(old, names), _Columns(new, names)
     # Of each new row, the old row of the same key, -1: none.
-    before = _match(now.hashes, was.hashes)
-    after = _match(was.hashes, now.hashes)
+    before = match(now.hashes, was.hashes)
+    after = match(was.hashes, now.hashes)
     r = np.uint64(len(names) or 1)
     # A pair of key and endpoint as one number: the row of the new plan and the endpoint.
     new_pairs = now.rows.astype(np.uint64) * r + now.targets.astype(np.uint64)
@@ -105,7 +105,7 @@ class _Columns:
         self.targets: Ints = to_name[targets] if len(targets) else targets
 
 
-def _match(hashes: NDArray[np.uint64], others: NDArray[np.uint64]) -> Ints:
+def match(hashes: NDArray[np.uint64], others: NDArray[np.uint64]) -> Ints:
     """Return for each of `hashes` its index in `others`, -1: it is not there."""
     if not len(others):
         return np.full(len(hashes), -1, dtype=np.int64)
