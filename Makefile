@@ -4,8 +4,8 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 BIN := $(VENV)/bin
 SOURCES := service replay planner engine_patch
 ARGS ?=
-# Tests wait for real peers more than they compute.
-WORKERS ?= 2
+# Processes that run unit and contract tests; 0: this one. WORKERS=2 is faster.
+WORKERS ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo lab test check lint types imports spelling generated unit e2e claims fuzz bench generate clean
