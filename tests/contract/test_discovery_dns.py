@@ -508,6 +508,9 @@ async def test_engines_come_and_go_under_a_running_service(server: NameServer, t
 
     async def fleet() -> dict[str, dict[str, Any]]:
         try:
+            # The HTTP port answers before the gRPC port does; /healthz says when both do.
+            if json.loads(await http("/healthz"))["status"] != "ok":
+                return {}
             return {e["name"]: e for e in json.loads(await http("/fleet"))["endpoints"]}
         except aiohttp.ClientError:
             return {}

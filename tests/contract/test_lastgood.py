@@ -408,7 +408,7 @@ class Served:
         deadline = time.monotonic() + 30
         while True:
             with contextlib.suppress(OSError):
-                self.json("/table")
+                self.json("/healthz")  # An error while the gRPC port is not open, though the HTTP port is.
                 return self
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
