@@ -430,10 +430,16 @@ def test_workers_are_of_this_package_whatever_the_folder_holds(tmp_path: Path) -
         text=True,
     )
     assert process.stderr is not None
-    lines = [process.stderr.readline() for _ in range(4)]
+    # Nobody listens where the endpoint is, and a worker may find that out before another one serves.
+    events: list[str] = []
+    while events.count("serving") < 3:
+        line = process.stderr.readline()
+        assert line, f"it ended after {events}"
+        events.append(json.loads(line)["event"])
     process.terminate()
     process.communicate(timeout=30)
-    assert [json.loads(line)["event"] for line in lines] == ["starting", "serving", "serving", "serving"]
+    assert events[0] == "starting"
+    assert set(events) <= {"starting", "serving", "endpoint unready"}
 
 
 def test_a_checkout_is_found_before_what_else_is_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
