@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as grpc_health
 
 from service.extproc import SERVICE
 from service.ports import check_port, port_refused
@@ -122,39 +121,57 @@ class Health:
     async def serve(self) -> None:
         """Answer SERVING for each name."""
         for name in HEALTH_SERVICES:
-            await self._servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+            self._servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self) -> None:
         """Answer NOT_SERVING, so that gateways send new requests elsewhere."""
         for name in HEALTH_SERVICES:
             if name != ALIVE_WHILE_DRAINING:
-                await self._servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+                self._servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def end_watches(self) -> None:
         """End the streams of those who watch: they are no requests, and would hold the end of the server up."""
         self._servicer.end_watches()
 
 
-class _Servicer(grpc_health.HealthServicer):  # type: ignore[misc]  # it has no types
-    """The health service of gRPC, with watches that can be ended."""
+class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no types
+    """The health service, with watches that end when they are told, between two answers.
+
+    gRPC's own can only be cancelled. A cancel that meets an answer under way can leave the stream open for ever, and
+    the end of the server then waits for it.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._watches: set[asyncio.Task[None]] = set()
+        self._status: dict[str, Any] = {}
+        self._changed = asyncio.Event()
         self._over = False
 
-    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802  # gRPC's name
-        watch = asyncio.ensure_future(super().Watch(request, context))
-        self._watches.add(watch)
-        try:
-            await watch
-        except asyncio.CancelledError:
-            if not self._over:
-                raise
-        finally:
-            self._watches.discard(watch)
+    def set(self, name: str, status: Any) -> None:
+        self._status[name] = status
+        self._tell()
 
     def end_watches(self) -> None:
         self._over = True
-        for watch in self._watches:
-            watch.cancel()
+        self._tell()
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # gRPC's name
+        if request.service not in self._status:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=self._status[request.service])
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802  # gRPC's name
+        last = None
+        while True:
+            changed, over = self._changed, self._over
+            status = self._status.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != last:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+            if over:
+                return
+            await changed.wait()
+
+    def _tell(self) -> None:
+        # Who waits has the old event; who comes later, or was writing, sees what is new before it waits for the next.
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -17,6 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from replay.processes import free_ports
 from service.keys import format_hash, hash_key
 from service.pb import ext_proc_pb2 as pb
 from tests.contract.serving import Serving, until
@@ -24,11 +25,6 @@ from tests.contract.serving import Serving, until
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 HEALTH_NAMES = ("", "liveness", "readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor")
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -49,7 +45,7 @@ class Server(Protocol):
 
 class Served:
     def __init__(self, **settings: str) -> None:
-        self.grpc_port, self.http_port = free_port(), free_port()
+        self.grpc_port, self.http_port = free_ports(2)
         self.process = subprocess.Popen(
             command(
                 f"--listen=127.0.0.1:{self.grpc_port}",
@@ -180,7 +176,7 @@ def test_sigterm_drains(served: Served) -> None:
     assert served.process.poll() is None
     release = True
     assert list(call) == []
-    _, log = served.process.communicate(timeout=15)
+    _, log = served.process.communicate(timeout=30)
     assert served.process.returncode == 0
     events = [json.loads(line)["event"] for line in log.splitlines()]
     assert events[0] == "serving"
@@ -228,7 +224,7 @@ def test_the_port_is_listened_on_when_it_is_answered(tmp_path: Path) -> None:
     """While the start waits for others nobody can connect, so nobody hangs; the end that is asked for then comes."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent, (tmp_path / "log").open("wb") as log:
         silent.bind(("127.0.0.1", 0))
-        port, http = free_port(), free_port()
+        port, http = free_ports(2)
         process = subprocess.Popen(
             command("--discover=dns:engines.test:1", f"--listen=127.0.0.1:{port}", f"--http=127.0.0.1:{http}"),
             env=environment(CACHEROUTE_DNS_SERVER=f"127.0.0.1:{silent.getsockname()[1]}"),
@@ -325,10 +321,10 @@ def test_sigterm_right_after_the_start(valkey: Server, pool: str, redis: str) ->
         assert "serving" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         try:
-            _, log = process.communicate(timeout=8)
+            _, log = process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             process.kill()
-            pytest.fail(f"still there after 8 s: {process.communicate()[1]}")
+            pytest.fail(f"still there after 20 s: {process.communicate()[1]}")
         assert process.returncode == 0, log
         assert json.loads(log.splitlines()[-1])["event"] == "stopped"
 
