@@ -13,6 +13,7 @@
 import contextlib
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -37,6 +38,8 @@ POLL_S = 0.02
 PROBE_TIMEOUT_S = 1.0
 GRACE_S = 5.0
 LOG_TAIL_BYTES = 64 * 1024
+# Below are the ports that servers are usually told to use.
+PORTS_FROM = 16000
 
 
 class Process:
@@ -181,21 +184,34 @@ def stop_together(processes: Sequence[Process], *, grace_s: float = GRACE_S) -> 
 
 
 def free_ports(count: int) -> list[int]:
-    """Return distinct TCP ports of 127.0.0.1 that are free now, chosen by the kernel.
+    """Return distinct TCP ports of 127.0.0.1 that are free now.
 
-    All are held at once while choosing, so none is named twice. Between this call and the child's bind another process
-    could take one; the child then ends early and says so.
+    Below those that the kernel gives to outgoing connections, any of which could take one between this call and the
+    child's bind. All are held at once while choosing, so none is named twice. Another process that picks ports may
+    still be faster; the child then ends early and says so.
     """
     holders: list[socket.socket] = []
     try:
-        for _ in range(count):
+        while len(holders) < count:
             holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             holders.append(holder)
-            holder.bind(("127.0.0.1", 0))
+            _bind(holder)
         return [holder.getsockname()[1] for holder in holders]
     finally:
         for holder in holders:
             holder.close()
+
+
+def _bind(holder: socket.socket) -> None:
+    try:
+        first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first_outgoing = 0
+    for _ in range(200 if first_outgoing > PORTS_FROM + 1000 else 0):
+        with contextlib.suppress(OSError):
+            holder.bind(("127.0.0.1", random.randrange(PORTS_FROM, first_outgoing)))
+            return
+    holder.bind(("127.0.0.1", 0))
 
 
 def answers_http(address: str, path: str) -> bool:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from collections import Counter as Tally
@@ -25,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from replay.processes import free_ports
 from service.discovery import Discovery
 from service.discovery.names import TTL_MAX_S, Names
 from service.fleet import Changes, Fleet
@@ -487,12 +487,6 @@ class Requests:
 
     async def close(self) -> None:
         await self._channel.close()
-
-
-def free_ports(n: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 async def test_engines_come_and_go_under_a_running_service(server: NameServer, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from replay.processes import free_ports
 from service.discovery import Discovery
 from service.dispatch import pick
 from service.errors import InvalidInput, NoReadyEndpoint
@@ -612,8 +612,7 @@ def test_a_missing_package_is_said_at_the_start(tmp_path: Path) -> None:
 async def test_a_service_process_follows_and_ends(server: ApiServer, tmp_path: Path) -> None:
     """`cacheroute serve --discover k8s:…` has the pods from its first answer on, follows them, and ends in order."""
     await server.put("abc", pod(0), pod(1))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        http_port = probe.getsockname()[1]
+    (http_port,) = free_ports(1)
     arguments = ["serve", "--discover=k8s:prod/vllm:http", "--listen=127.0.0.1:0", f"--http=127.0.0.1:{http_port}"]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("CACHEROUTE_")}
     with (tmp_path / "log").open("wb") as log:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from replay.processes import free_ports
 from service.errors import InvalidInput
 from service.feed import Feed
 from service.files import check_folder
@@ -384,16 +384,11 @@ async def test_a_table_for_other_endpoints_is_not_restored(tmp_path: Path) -> No
     await rig.store.close()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 class Served:
     """`cacheroute serve` as a process."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
-        self.grpc_port, self.http_port = free_port(), free_port()
+        self.grpc_port, self.http_port = free_ports(2)
         clean = {k: v for k, v in os.environ.items() if not k.startswith("CACHEROUTE_")}
         listen = [f"--listen=127.0.0.1:{self.grpc_port}", f"--http=127.0.0.1:{self.http_port}"]
         endpoints = ["--endpoint=a=127.0.0.1:1", "--endpoint=b=127.0.0.1:2"]

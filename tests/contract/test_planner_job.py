@@ -404,7 +404,7 @@ async def test_the_loop_outlives_redis_and_ends_on_sigterm(own_valkey: Server, p
         assert len(await published(store)) == len(KEYS)
         await store.close()
         loop.process.send_signal(signal.SIGTERM)
-        assert loop.process.wait(timeout=10) == 0
+        assert loop.process.wait(timeout=30) == 0
         assert loop.events()[-1]["event"] == "planner_stopped"
     finally:
         loop.process.kill()

@@ -32,7 +32,7 @@ START_S = 30.0
 STATS_S = 0.2
 # A busy machine shall not decide a test.
 NEVER = "30s"
-PATIENCE_S = 15.0
+PATIENCE_S = 30.0
 
 
 class Attachment:

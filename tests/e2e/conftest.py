@@ -19,7 +19,7 @@ from service.keys import KEY_CHECK, hash_key
 from service.plan import Plan
 from service.store import Store
 
-PATIENCE_S = 15.0
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
