@@ -40,7 +40,7 @@ def read_trace(path: Path) -> tuple[TraceRequest, ...]:
     whole. About 10 µs a line.
     """
     requests: list[TraceRequest] = []
-    for number, line in _lines(path):
+    for number, line in trace_lines(path):
         if not line.strip():
             continue
         request = _parse(path, number, line)
@@ -58,23 +58,7 @@ def read_trace(path: Path) -> tuple[TraceRequest, ...]:
     return tuple(requests)
 
 
-def smear(trace: Sequence[TraceRequest], rng: Random, bin_s: float = 3.0) -> tuple[TraceRequest, ...]:
-    """Return the trace with requests of one timestamp spread over the time that the timestamp stands for.
-
-    Mooncake's clock ticks every 3 s, which makes bursts of ten that nobody sent. Each group of equal timestamps t is
-    spread uniformly over [t, min(t + bin_s, next timestamp)), in its old order; nothing overtakes.
-    """
-    groups = [(at_s, list(group)) for at_s, group in groupby(trace, key=lambda request: request.at_s)]
-    starts = [at_s for at_s, _ in groups[1:]] + [math.inf]
-    spread: list[TraceRequest] = []
-    for (at_s, group), following_s in zip(groups, starts, strict=True):
-        width_s = min(bin_s, following_s - at_s)
-        offsets_s = sorted(rng.random() * width_s for _ in group)
-        spread += [replace(request, at_s=at_s + offset_s) for request, offset_s in zip(group, offsets_s, strict=True)]
-    return tuple(spread)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def trace_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (number from 1, line with its newline); faults of the file itself become InvalidInput."""
     number = 0
     try:
@@ -93,6 +77,22 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise InvalidInput(f"trace {path} does not exist", "give the path of a Mooncake JSONL file") from exc
     except OSError as exc:
         raise InvalidInput(f"trace {path} cannot be read ({exc.strerror})", "give a file you may read") from exc
+
+
+def smear(trace: Sequence[TraceRequest], rng: Random, bin_s: float = 3.0) -> tuple[TraceRequest, ...]:
+    """Return the trace with requests of one timestamp spread over the time that the timestamp stands for.
+
+    Mooncake's clock ticks every 3 s, which makes bursts of ten that nobody sent. Each group of equal timestamps t is
+    spread uniformly over [t, min(t + bin_s, next timestamp)), in its old order; nothing overtakes.
+    """
+    groups = [(at_s, list(group)) for at_s, group in groupby(trace, key=lambda request: request.at_s)]
+    starts = [at_s for at_s, _ in groups[1:]] + [math.inf]
+    spread: list[TraceRequest] = []
+    for (at_s, group), following_s in zip(groups, starts, strict=True):
+        width_s = min(bin_s, following_s - at_s)
+        offsets_s = sorted(rng.random() * width_s for _ in group)
+        spread += [replace(request, at_s=at_s + offset_s) for request, offset_s in zip(group, offsets_s, strict=True)]
+    return tuple(spread)
 
 
 def _parse(path: Path, number: int, line: bytes) -> TraceRequest:
