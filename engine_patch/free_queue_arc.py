@@ -1,0 +1,131 @@
+"""vLLM's free-block queue under ARC; the rules are those of arc.py, block for block.
+
+1. A block belongs to T2 (MAIN in its byte) or not; a hit counts in FREQ and sends it to T2 when it comes back.
+   T1 is small.
+2. What is usual is done in runs, as in free_queue_s3fifo.py: T1 gives the victim while it is longer than p, then T2.
+"""
+
+import math
+
+from engine_patch.free_queue_segments import NOTHING, Segments, sort_out
+from engine_patch.free_queue_state import BRANCH, COPY, FREQ, MAIN, Block, leave
+
+
+class ArcSegments(Segments):
+    """Adds what ARC decides to the shared part; `state.ghost` is B1, `state.ghost_main` B2, `state.target` p."""
+
+    def _choose(self, blocks: list[Block]) -> tuple[list[Block], list[Block], list[Block], list[Block]]:
+        state = self.wakman
+        mark, once_ghost, often_ghost, size = state.mark, state.ghost, state.ghost_main, state.capacity
+        contents = [block._block_hash for block in blocks]
+        ids = [block.block_id for block in blocks]
+        marks = bytes(map(mark.__getitem__, ids))
+        free = self.num_free_blocks - state.num_front
+        unhashed: list[Block] = []
+        surplus: list[Block] = []
+        if not marks.strip(NOTHING) and all(contents):
+            if once_ghost.keys().isdisjoint(contents) and often_ghost.keys().isdisjoint(contents):
+                # As below, for all at a time.
+                count = len(blocks)
+                excess = free - state.num_main + count + len(once_ghost) - size
+                for _ in range(min(count, excess, len(once_ghost))):
+                    once_ghost.popitem(last=False)
+                self._trim(free + count)
+                return unhashed, surplus, blocks, []
+            rest = list(zip(blocks, ids, contents, marks, strict=True))
+        else:
+            unhashed, surplus, rest = sort_out(state, blocks, ids, contents, marks)
+        once: list[Block] = []
+        often: list[Block] = []
+        for block, block_id, content, known in rest:
+            if content in once_ghost:
+                ratio = len(often_ghost) / len(once_ghost)
+                del once_ghost[content]
+                state.target = min(float(size), state.target + max(1.0, ratio))
+            elif content in often_ghost:
+                ratio = len(once_ghost) / len(often_ghost)
+                del often_ghost[content]
+                state.target = max(0.0, state.target - max(1.0, ratio))
+            elif not known & (MAIN | FREQ):
+                once.append(block)
+                if once_ghost and free - state.num_main + len(once) + len(once_ghost) > size:
+                    once_ghost.popitem(last=False)
+                mark[block_id] = known
+                self._trim(free + len(once) + len(often))
+                continue
+            often.append(block)
+            mark[block_id] = known & ~FREQ | MAIN
+            self._trim(free + len(once) + len(often))
+        return unhashed, surplus, once, often
+
+    def _trim(self, free: int) -> None:
+        """Keep what is free with a hash and what is remembered within two pools."""
+        state = self.wakman
+        excess = free + len(state.ghost) + len(state.ghost_main) - 2 * state.capacity
+        for _ in range(min(excess, len(state.ghost_main))):
+            state.ghost_main.popitem(last=False)
+
+    def _evict(self, count: int, evicted: list[Block]) -> None:
+        state = self.wakman
+        wanted = len(evicted) + count
+        head = self.fake_free_list_head
+        while (left := wanted - len(evicted)) > 0:
+            if state.num_front:
+                self._evict_front(left, evicted)
+                continue
+            often = state.num_main
+            once = self.num_free_blocks - often
+            block = head.next_free_block
+            if block._block_hash is None:
+                self._evict_one(block, None, evicted)
+            elif once and (once > state.target or not often):
+                run = math.ceil(once - state.target) if often else once
+                self._evict_run(block, min(run, left), 0, evicted)
+            else:
+                self._evict_run(state.main_first, min(often, left), MAIN, evicted)
+
+    def _evict_run(self, block: Block, count: int, segment: int, evicted: list[Block]) -> None:
+        """Evict up to `count` blocks of T1 (segment 0) or T2 (MAIN) from `block` on; fewer when orphans come up."""
+        state = self.wakman
+        mark, child = state.mark, state.child
+        ghost = state.ghost_main if segment else state.ghost
+        cache = state.pool.cached_block_hash_to_block._cache
+        taken = 0
+        before = block.prev_free_block
+        below: bytes | None = None
+        try:
+            for _ in range(count):
+                block_id = block.block_id
+                content = block._block_hash
+                if content is None or mark[block_id] & (COPY | BRANCH):
+                    break
+                kid = child[block_id]
+                if kid is not below and kid is not None and kid in cache:
+                    break
+                ghost[content] = None
+                evicted.append(block)
+                taken += 1
+                mark[block_id] = 0
+                below = content
+                after = block.next_free_block
+                block.prev_free_block = block.next_free_block = None
+                block = after
+        finally:
+            before.next_free_block = block
+            block.prev_free_block = before
+            self.num_free_blocks -= taken
+            if segment:
+                state.num_main -= taken
+                state.main_first = block
+        if taken < count:
+            self._evict_one(block, ghost, evicted)
+
+    def _evict_one(self, block: Block, ghost: "dict[bytes, None] | None", evicted: list[Block]) -> None:
+        """Evict a block, whatever there is to know of it."""
+        content = block._block_hash
+        self.remove(block)
+        evicted.append(block)
+        if content is None:
+            self.wakman.mark[block.block_id] = 0
+        elif leave(self.wakman, block, content) and ghost is not None:
+            ghost[content] = None

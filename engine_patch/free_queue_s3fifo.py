@@ -1,0 +1,204 @@
+"""vLLM's free-block queue under S3-FIFO; the rules are those of s3fifo.py, block for block.
+
+1. What is usual is done in runs: blocks of small that were never hit, and of main that were not hit since, whose only
+   child has just been evicted before them (a request's blocks stand tail first). The rest goes block by block.
+2. small gives the victim while len(small) * small_weight >= len(main) * main_weight; how many in a row is known
+   beforehand, since only evictions and promotions change the lengths.
+"""
+
+from typing import ClassVar
+
+from engine_patch.free_queue_segments import NOTHING, Segments, sort_out
+from engine_patch.free_queue_state import BRANCH, COPY, FREQ, MAIN, Block, leave
+
+
+class S3FifoSegments(Segments):
+    """Adds what S3-FIFO decides to the shared part; a variant sets its two numbers."""
+
+    small_percent: ClassVar[int] = 10
+    threshold: ClassVar[int] = 1
+
+    def _choose(self, blocks: list[Block]) -> tuple[list[Block], list[Block], list[Block], list[Block]]:
+        state = self.wakman
+        mark, ghost, threshold = state.mark, state.ghost, self.threshold
+        contents = [block._block_hash for block in blocks]
+        ids = [block.block_id for block in blocks]
+        marks = bytes(map(mark.__getitem__, ids))
+        if not marks.strip(NOTHING) and all(contents):
+            if ghost.keys().isdisjoint(contents):
+                return [], [], blocks, []
+            unhashed: list[Block] = []
+            surplus: list[Block] = []
+            rest = list(zip(blocks, ids, contents, marks, strict=True))
+        else:
+            unhashed, surplus, rest = sort_out(state, blocks, ids, contents, marks)
+        small: list[Block] = []
+        main: list[Block] = []
+        for block, block_id, content, known in rest:
+            mark[block_id] = known
+            if known & MAIN:
+                main.append(block)
+                continue
+            found = content in ghost
+            if found:
+                del ghost[content]
+            if found or known & FREQ >= threshold:
+                mark[block_id] = known & ~FREQ | MAIN
+                main.append(block)
+            else:
+                small.append(block)
+        return unhashed, surplus, small, main
+
+    def _evict(self, count: int, evicted: list[Block]) -> None:
+        state = self.wakman
+        small_weight, main_weight = 100 - self.small_percent, self.small_percent
+        wanted = len(evicted) + count
+        head = self.fake_free_list_head
+        while (left := wanted - len(evicted)) > 0:
+            if state.num_front or head.next_free_block._block_hash is None:
+                self._evict_head(left, evicted)
+                continue
+            main = state.num_main
+            small = self.num_free_blocks - main
+            if small and small * small_weight >= main * main_weight:
+                # The run ends when small is shorter than main * main_weight / small_weight.
+                run = small + (-main * main_weight) // small_weight + 1 if main else small
+                self._evict_small(min(run, small, left), evicted)
+            else:
+                run = main - small * small_weight // main_weight if small else main
+                self._evict_main(min(max(run, 1), left), evicted)
+
+    def _evict_head(self, count: int, evicted: list[Block]) -> None:
+        """Evict blocks of the front, or one that lost its hash at the head of small or main."""
+        if self.wakman.num_front:
+            self._evict_front(count, evicted)
+            return
+        block = self.fake_free_list_head.next_free_block
+        self.remove(block)
+        self.wakman.mark[block.block_id] = 0
+        evicted.append(block)
+
+    def _evict_small(self, count: int, evicted: list[Block]) -> None:
+        """Evict up to `count` blocks from small's head; fewer when one goes to main, or when orphans come up."""
+        state = self.wakman
+        mark, child = state.mark, state.child
+        cache = state.pool.cached_block_hash_to_block._cache
+        ghost, take, taken = state.ghost, evicted.append, 0
+        head = self.fake_free_list_head
+        block = head.next_free_block
+        below: bytes | None = None
+        try:
+            for _ in range(count):
+                block_id = block.block_id
+                content = block._block_hash
+                if mark[block_id] or content is None:
+                    break
+                kid = child[block_id]
+                if kid is not below and kid is not None and kid in cache:
+                    break
+                ghost[content] = None
+                take(block)
+                taken += 1
+                below = content
+                after = block.next_free_block
+                block.prev_free_block = block.next_free_block = None
+                block = after
+        finally:
+            head.next_free_block = block
+            block.prev_free_block = head
+            self.num_free_blocks -= taken
+        forget = ghost.popitem
+        for _ in range(len(ghost) - state.capacity):
+            forget(False)
+        if taken < count:
+            self._evict_one_small(block, evicted)
+
+    def _evict_one_small(self, block: Block, evicted: list[Block]) -> None:
+        """Evict small's head, whatever there is to know of it, or send it to main."""
+        state = self.wakman
+        block_id, content = block.block_id, block._block_hash
+        known = state.mark[block_id]
+        self.remove(block)
+        if content is not None and known & FREQ >= self.threshold:
+            state.mark[block_id] = known & ~FREQ | MAIN
+            self._link_main(block)
+            return
+        evicted.append(block)
+        if content is None:
+            state.mark[block_id] = 0
+        elif leave(state, block, content):
+            state.ghost[content] = None
+            if len(state.ghost) > state.capacity:
+                state.ghost.popitem(last=False)
+
+    def _evict_main(self, count: int, evicted: list[Block]) -> None:
+        """Evict up to `count` blocks from main's head, those with hits get another turn; fewer when orphans come up."""
+        state = self.wakman
+        mark, child = state.mark, state.child
+        cache = state.pool.cached_block_hash_to_block._cache
+        tail = self.fake_free_list_tail
+        block = state.main_first
+        before = block.prev_free_block
+        last = tail.prev_free_block
+        below: bytes | None = None
+        taken = 0
+        while taken < count:
+            block_id = block.block_id
+            content = block._block_hash
+            known = mark[block_id]
+            if content is None:
+                break
+            if known & FREQ:
+                # Another turn; nothing to do for the list when it is the only one.
+                mark[block_id] = known - 1
+                if block is not last:
+                    after = block.next_free_block
+                    before.next_free_block = after
+                    after.prev_free_block = before
+                    last.next_free_block = block
+                    block.prev_free_block = last
+                    block.next_free_block = tail
+                    tail.prev_free_block = block
+                    state.main_first = after
+                    last, block = block, after
+                continue
+            if known & (COPY | BRANCH):
+                break
+            kid = child[block_id]
+            if kid is not None and kid is not below and kid in cache:
+                break
+            below = content
+            after = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            before.next_free_block = after
+            after.prev_free_block = before
+            state.main_first = after
+            state.num_main -= 1
+            self.num_free_blocks -= 1
+            mark[block_id] = 0
+            evicted.append(block)
+            taken += 1
+            if block is last:
+                last = before
+            block = after
+        if taken < count:
+            content = block._block_hash
+            self.remove(block)
+            evicted.append(block)
+            if content is None:
+                mark[block.block_id] = 0
+            else:
+                leave(state, block, content)
+
+    def _link_main(self, block: Block) -> None:
+        state = self.wakman
+        tail = self.fake_free_list_tail
+        last = tail.prev_free_block
+        last.next_free_block = block
+        block.prev_free_block = last
+        block.next_free_block = tail
+        tail.prev_free_block = block
+        if not state.num_main:
+            state.main_first = block
+        state.num_main += 1
+        self.num_free_blocks += 1
