@@ -7,7 +7,7 @@ Exit codes: 0 ok, 1 ran and the answer is no, 2 usage or unreadable input, 3 inv
 
 import sys
 
-GROUPS = ("serve", "sim_engine", "plan", "planner", "calibrate", "status", "lab", "demo")
+GROUPS = ("serve", "sim_engine", "plan", "planner", "calibrate", "status", "engine", "lab", "demo")
 ROOMS = ("service", "replay", "planner", "engine_patch")
 
 
