@@ -10,6 +10,8 @@
 4. Blocks become hittable when the step that fills them is planned, so requests of one step share, as in vLLM.
 5. At the end of a step each decoding request, and each whose prefill is complete, has one more token; a request ends
    after exactly `output_tokens`. The last token is never computed, hence is in no block.
+6. Hits count for the eviction policy at a first admission only: who was preempted merely takes back what it had.
+   A `follower` is told of admissions, freed blocks and resets, and is asked before each step.
 
 Ours: an abort frees blocks at once, not at the step's end. Not modelled: tokenising, HTTP, speculative decoding, the
 time that admission itself takes.
@@ -21,7 +23,7 @@ from collections.abc import Hashable
 from heapq import heappop, heappush
 
 from replay.block_cache import BlockCache
-from replay.engine_request import EngineRequest, RequestState, StepClock
+from replay.engine_request import EngineRequest, Follower, RequestState, StepClock
 from replay.presets import Preset
 from service.errors import InvalidInput
 
@@ -41,6 +43,7 @@ class EngineModel:
         block_size: int = 16,
         max_batched_tokens: int = 8192,
         max_seqs: int = 1024,
+        policy: str = "lru",
     ) -> None:
         if max_seqs < 1 or max_batched_tokens < max_seqs:
             raise InvalidInput(
@@ -50,7 +53,11 @@ class EngineModel:
         if block_size < 1 or (kv_blocks is not None and kv_blocks < 1):
             raise InvalidInput(f"{kv_blocks} KV blocks of {block_size} tokens", "give at least 1 of each")
         self.preset = preset
-        self.cache = BlockCache(preset.kv_blocks if kv_blocks is None else kv_blocks, block_size)
+        try:
+            self.cache = BlockCache(preset.kv_blocks if kv_blocks is None else kv_blocks, block_size, policy)
+        except ValueError as exc:
+            raise InvalidInput(str(exc), "choose one of these") from exc
+        self.follower: Follower | None = None
         self.max_batched_tokens = max_batched_tokens
         self.max_seqs = max_seqs
         self.queried_tokens = 0
@@ -70,6 +77,7 @@ class EngineModel:
         self._context = 0  # computed tokens of all decoding requests
         self._finishes: list[tuple[int, int, RequestState]] = []  # heap; entries of requests that left stay until met
         self._prefills: list[RequestState] = []  # those with a chunk in the step in progress
+        self._now_s = 0.0  # up to when all has happened
         self._step_start_s = 0.0
         self._step_end_s: float | None = None
         # The first waiting request does not fit, and nothing that could change that has happened since: no block was
@@ -130,6 +138,7 @@ class EngineModel:
         state = self._live.pop(request_id, None)
         if state is None:
             return
+        self._now_s = max(self._now_s, now_s)
         if state.status == "waiting":
             self._waiting.remove(state)
             self._blocked = False
@@ -168,6 +177,8 @@ class EngineModel:
 
     def reset_prefix_cache(self) -> int:
         """Make no block hittable; return how many contents were."""
+        if self.follower is not None:
+            self.follower.reset(self._now_s)
         return self.cache.reset()
 
     def _admissible(self) -> bool:
@@ -180,6 +191,7 @@ class EngineModel:
 
     def _complete(self, end_s: float) -> None:
         """Give each request of the step its token."""
+        self._now_s = end_s
         self.busy_s += end_s - self._step_start_s
         clock = self._clock
         clock.steps += 1
@@ -231,6 +243,8 @@ class EngineModel:
             self._context -= state.computed
             state.generated_before = state.generated
             state.decode_from = state.finish_at = -1
+        if self.follower is not None:
+            self.follower.freed(self._now_s, state, self.cache.num_hashed(state.blocks))
         state.computed_before = 0
         del self._running[request_id]
         self.cache.release(state.blocks)
@@ -239,6 +253,9 @@ class EngineModel:
 
     def _plan(self, start_s: float) -> None:
         """Fill the next step, or fall idle."""
+        self._now_s = start_s
+        if self.follower is not None:
+            self.follower.before_step(start_s)
         if self.cache.watch is not None:
             self.cache.watch.now_s = start_s
         preempted = self._grow_decodes()
@@ -310,7 +327,7 @@ class EngineModel:
             self._blocked = True
             self._wanted = request.hashes[len(hits)] if len(hits) < len(request.hashes) else None
             return False
-        cache.pin(hits)
+        cache.pin(hits, counted=not state.preemptions)
         self._waiting.popleft()
         self._running[request.request_id] = state
         state.status = "running"
@@ -321,6 +338,8 @@ class EngineModel:
             state.cached_tokens = state.computed_before
             self.queried_tokens += request.prompt_tokens
             self.hit_tokens += state.computed_before
+        if self.follower is not None:
+            self.follower.admitted(start_s, state, length, cache.num_free)
         return True
 
     def _chunk(self, state: RequestState, budget: int) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +67,19 @@ class RequestState:
     def computed(self) -> int:
         """How many tokens have their KV in blocks, those of a planned prefill chunk included."""
         return self.computed_before + (self._clock.steps - self.decode_from if self.decode_from >= 0 else 0)
+
+
+class Follower(Protocol):
+    """Who follows what an engine does with its blocks; called as it happens, so a method may look at no later state."""
+
+    def admitted(self, now_s: float, state: RequestState, tokens: int, free_blocks: int) -> None:
+        """A request of `tokens` (with what it had generated before a preemption) got its `computed` ones from cache."""
+
+    def freed(self, now_s: float, state: RequestState, hashed: int) -> None:
+        """A request is about to give its blocks back; the first `hashed` of them can still be hit."""
+
+    def reset(self, now_s: float) -> None:
+        """Nothing can be hit any more."""
+
+    def before_step(self, now_s: float) -> None:
+        """A step is about to be planned: the one moment at which the eviction policy may be changed from here."""

@@ -43,13 +43,16 @@ class LabSettings:
 
     kv_blocks: KV-cache blocks an engine (None: the preset's own).  workdir: where logs and the configuration go
     (None: a temporary folder, removed at the end).  gateway_port: 0 takes a free one.  envoy: the program (None: the
-    wheel's, or the one on PATH); any of 1.36 to 1.40 does.
+    wheel's, or the one on PATH); any of 1.36 to 1.40 does.  eviction_policy: of every engine, or `auto`;
+    eviction_interval_s: engine seconds between two decisions of `auto` (None: the engine's own).
     """
 
     engines: int = 6
     speed: float = 1.0
     preset: str = "70b-fp8-tp2"
     kv_blocks: int | None = None
+    eviction_policy: str = "lru"
+    eviction_interval_s: float | None = None
     stream_interval_s: float = 0.02
     pool: str = "lab"
     slots_per_endpoint: int = 64
@@ -163,6 +166,23 @@ class Lab:
             if status != 200:
                 raise ServerUnavailable(f"{engine.name} did not empty its prefix cache: {status} {body.decode()[:200]}")
 
+    def set_eviction(self, policy: str, reason: str) -> None:
+        """Have every engine evict by `policy`, or decide by itself (`auto`); ServerUnavailable when one does not."""
+        order = json.dumps({"policy": policy, "reason": reason, "actor": "lab"}).encode()
+        for engine in self.engines:
+            status, body = _request(engine.address, "POST", "/v1/wakman/policy", name=engine.name, body=order)
+            if status != 200:
+                raise ServerUnavailable(f"{engine.name} did not take {policy}: {status} {body.decode()[:200]}")
+
+    def eviction_history(self) -> dict[str, list[dict[str, Any]]]:
+        """Return each engine's changes of its eviction policy, oldest first."""
+        return {
+            engine.name: json.loads(_request(engine.address, "GET", "/v1/wakman/history", name=engine.name)[1])[
+                "engines"
+            ][0]["history"]
+            for engine in self.engines
+        }
+
     def fleet(self) -> list[dict[str, Any]]:
         """Return the endpoints as the service sees them (`/fleet`)."""
         _, body = _request(self._service_http, "GET", "/fleet", name="service")
@@ -272,6 +292,9 @@ class Lab:
         command = [*CLI, "sim-engine", "--listen", engine.address, "--name", engine.name, "--model", MODEL]
         command += ["--preset", s.preset, "--speed", f"{s.speed:g}", "--seed", str(s.seed)]
         command += ["--stream-interval-s", f"{s.stream_interval_s:g}", "--drain-s", f"{DRAIN_S:g}"]
+        command += ["--eviction-policy", s.eviction_policy]
+        if s.eviction_interval_s is not None:
+            command += ["--eviction-interval-s", f"{s.eviction_interval_s:g}"]
         return command if s.kv_blocks is None else [*command, "--kv-blocks", str(s.kv_blocks)]
 
     def _service_command(self) -> list[str]:
@@ -333,10 +356,10 @@ def _http_check(address: str, path: str) -> Callable[[], bool]:
     return lambda: answers_http(address, path)
 
 
-def _request(address: str, method: str, path: str, *, name: str) -> tuple[int, bytes]:
+def _request(address: str, method: str, path: str, *, name: str, body: bytes | None = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(*split_address(address), timeout=10)
     try:
-        connection.request(method, path)
+        connection.request(method, path, body)
         response = connection.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException) as exc:

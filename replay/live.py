@@ -1,10 +1,12 @@
 """Shows a pass while it runs: endpoints, in flight, hit rate, plan version, progress.
 
 On a terminal it is a panel redrawn twice a second; elsewhere one line every 5 s on standard error. Everything shown
-comes from the parts' own HTTP ports; a part that does not answer is shown as a dash and disturbs nothing.
+comes from the parts' own HTTP ports; a part that does not answer is shown as a dash and disturbs nothing. When an
+engine changes its eviction policy, a line says so, with the engine's own reason.
 """
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -27,6 +29,8 @@ QUERIES = "vllm:prefix_cache_queries_total"
 HITS = "vllm:prefix_cache_hits_total"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
+POLICY = "wakman_policy"
+SWITCHES = "wakman_switches_total"
 DASH = "–"
 
 
@@ -49,15 +53,20 @@ class Row:
     waiting: float | None
     hit_rate: float | None
     served: int
+    policy: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The fleet at one moment; None where the service did not answer. plan_keys: how many the plan admits."""
+    """The fleet at one moment; None where the service did not answer. plan_keys: how many the plan admits.
+
+    news: one line for each change of an eviction policy since the last look.
+    """
 
     rows: tuple[Row, ...]
     plan_version: int | None
     plan_keys: int | None
+    news: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -68,6 +77,7 @@ class Watch:
     places: Places
     progress: Progress
     _first: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _switches: dict[str, int] = field(default_factory=dict)
 
     async def look(self) -> Snapshot:
         """Read all ports at once; within `ANSWER_TIMEOUT_S`, whoever does not answer."""
@@ -83,7 +93,24 @@ class Watch:
             self._row(name, address, endpoints.get(name), page, served)
             for (name, address), page in zip(engines.items(), pages, strict=True)
         ]
-        return Snapshot(tuple(rows), table["version"] if table else None, table["keys"] if table else None)
+        news = [
+            item
+            for (name, address), page in zip(engines.items(), pages, strict=True)
+            for item in await self._news(name, address, page)
+        ]
+        version, keys = (table["version"], table["keys"]) if table else (None, None)
+        return Snapshot(tuple(rows), version, keys, tuple(news))
+
+    async def _news(self, name: str, address: str, page: str) -> list[str]:
+        """Return a line for each switch of an engine since the last look."""
+        if not page:
+            return []
+        count = int(metric_sum(page, SWITCHES))
+        fresh = count - self._switches.setdefault(name, count)
+        self._switches[name] = count
+        told = await self._json(f"http://{address}/v1/wakman/history") if fresh > 0 else None
+        entries = told["engines"][0]["history"][-fresh:] if told else ()
+        return [f"{name} evicts by {entry['to']} now, not by {entry['from']}: {entry['why']}" for entry in entries]
 
     def _row(
         self, name: str, address: str, endpoint: dict[str, Any] | None, page: str, served: Counter[str | None]
@@ -103,6 +130,7 @@ class Watch:
             waiting=metric_sum(page, WAITING) if page else None,
             hit_rate=hit_rate,
             served=served[address],
+            policy=_live_policy(page),
         )
 
     async def _json(self, url: str) -> dict[str, Any] | None:
@@ -130,11 +158,15 @@ async def watch(progress: Progress, places: Places, *, title: str, console: Cons
             await eye.look()  # the engines' counters begin here
             while True:
                 await asyncio.sleep(LINE_S)
-                lines.print(line(title, progress, await eye.look()), highlight=False, soft_wrap=True)
+                snapshot = await eye.look()
+                for item in (*snapshot.news, line(title, progress, snapshot)):
+                    lines.print(item, highlight=False, soft_wrap=True)
         started_s = time.monotonic()
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while True:
                 snapshot = await eye.look()
+                for item in snapshot.news:
+                    live.console.print(item, highlight=False, soft_wrap=True)
                 live.update(panel(title, progress, snapshot, time.monotonic() - started_s), refresh=True)
                 await asyncio.sleep(POLL_S)
 
@@ -152,12 +184,12 @@ def panel(title: str, progress: Progress, snapshot: Snapshot, elapsed_s: float) 
     """Return the state as a table of endpoints under a progress bar."""
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("endpoint")
-    for name in ("ready", "in flight", "running", "waiting", "hit rate", "served"):
-        table.add_column(name, justify="right")
+    for name in ("ready", "in flight", "running", "waiting", "hit rate", "served", "eviction"):
+        table.add_column(name, justify="left" if name == "eviction" else "right")
     for row in snapshot.rows:
         ready = DASH if row.ready is None else "yes" if row.ready else "[red]no[/red]"
         counts = (DASH if value is None else f"{value:.0f}" for value in (row.inflight, row.running, row.waiting))
-        table.add_row(row.name, ready, *counts, _percent(row.hit_rate), str(row.served))
+        table.add_row(row.name, ready, *counts, _percent(row.hit_rate), str(row.served), row.policy or DASH)
     head = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=max(1, progress.total), completed=progress.done, width=40)
     head.add_row(Text(title, style="bold"), bar, f"{progress.done}/{progress.total}", f"{elapsed_s:.0f} s")
@@ -179,6 +211,14 @@ def metric_values(page: str, name: str) -> dict[str, float]:
             series, _, value = sample.rpartition(" ")
             values[series[len(name) :].strip("{} ")] = float(value)
     return values
+
+
+def _live_policy(page: str) -> str | None:
+    """Return which eviction policy an engine's metrics call live."""
+    for labels, value in metric_values(page, POLICY).items():
+        if value and (found := re.search(r'policy="([^"]*)"', labels)):
+            return found[1]
+    return None
 
 
 def _hit_rate(progress: Progress) -> float | None:

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from engine_patch.settings import AUTO
 from replay.verdict import PolicySummary, Verdict
 from service.errors import InvalidInput
 from service.files import write_whole
@@ -42,9 +43,31 @@ class Conditions:
     lag_s: float
 
 
-def document(verdict: Verdict, policies: Sequence[PolicySummary], conditions: Conditions) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """An engine that changed its eviction policy, at_s engine seconds after its pass began, and its own reason."""
+
+    engine: str
+    at_s: float
+    before: str
+    after: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What the third pass showed: the policy asked for, the verdict on it beside the second pass, who switched."""
+
+    policy: str
+    verdict: Verdict
+    switches: tuple[Switch, ...]
+
+
+def document(
+    verdict: Verdict, policies: Sequence[PolicySummary], conditions: Conditions, eviction: Eviction | None = None
+) -> dict[str, Any]:
     """Return the report as it is written by `--report`; figures are not rounded."""
-    return {
+    report = {
         "verdict": verdict.outcome,
         "reason": verdict.reason,
         "seed": conditions.seed,
@@ -53,6 +76,17 @@ def document(verdict: Verdict, policies: Sequence[PolicySummary], conditions: Co
         "requests": conditions.requests,
         "policies": [asdict(policy) for policy in policies],
     }
+    if eviction is not None:
+        report["eviction"] = {
+            "policy": eviction.policy,
+            "verdict": eviction.verdict.outcome,
+            "reason": eviction.verdict.reason,
+            "switches": [
+                {"engine": s.engine, "at_s": s.at_s, "from": s.before, "to": s.after, "why": s.why}
+                for s in eviction.switches
+            ],
+        }
+    return report
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
@@ -60,10 +94,16 @@ def write(path: Path, report: dict[str, Any]) -> None:
     write_whole("--report", path, (json.dumps(report, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def draw(path: Path, verdict: Verdict, policies: Sequence[PolicySummary], conditions: Conditions) -> None:
+def draw(
+    path: Path,
+    verdict: Verdict,
+    policies: Sequence[PolicySummary],
+    conditions: Conditions,
+    eviction: Eviction | None = None,
+) -> None:
     """Write what `show` prints as an SVG picture, whole or not at all; raise InvalidInput when it cannot be written."""
     console = Console(record=True, width=PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
-    show(verdict, policies, conditions, console)
+    show(verdict, policies, conditions, console, eviction)
     write_whole("--picture", path, console.export_svg(title="cacheroute demo").encode())
 
 
@@ -77,8 +117,14 @@ def check_writable(option: str, path: Path) -> None:
         raise InvalidInput(f"{option} {path} cannot be written", "give a file in a folder you may write")
 
 
-def show(verdict: Verdict, policies: Sequence[PolicySummary], conditions: Conditions, console: Console) -> None:
-    """Print table, sentence and conditions."""
+def show(
+    verdict: Verdict,
+    policies: Sequence[PolicySummary],
+    conditions: Conditions,
+    console: Console,
+    eviction: Eviction | None = None,
+) -> None:
+    """Print table, sentences and conditions."""
     table = Table(
         box=SIMPLE_HEAD if console.is_terminal else None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0)
     )
@@ -98,18 +144,38 @@ def show(verdict: Verdict, policies: Sequence[PolicySummary], conditions: Condit
     console.print()
     console.print(table)
     console.print()
-    said = f"[bold {COLOURS[verdict.outcome]}]{verdict.outcome.upper()}[/] {verdict.reason}"
-    console.print(said, highlight=False, soft_wrap=not console.is_terminal)
-    console.print()
-    for note in notes(conditions):
+    for judged in (verdict, *(() if eviction is None else (eviction.verdict,))):
+        said = f"[bold {COLOURS[judged.outcome]}]{judged.outcome.upper()}[/] {judged.reason}"
+        console.print(said, highlight=False, soft_wrap=not console.is_terminal)
+        console.print()
+    if eviction is not None:
+        for switch in eviction.switches or (None,):
+            console.print(_switched(switch), markup=False, highlight=False, soft_wrap=not console.is_terminal)
+        console.print()
+    for note in notes(conditions, eviction):
         console.print(f"· {note}", highlight=False, style="dim", soft_wrap=not console.is_terminal)
 
 
-def notes(conditions: Conditions) -> tuple[str, ...]:
+def _switched(switch: Switch | None) -> str:
+    if switch is None:
+        return "No engine switched."
+    return f"{switch.at_s:.0f} s  {switch.engine}: {switch.before} → {switch.after}. {switch.why}"
+
+
+def _third_pass(policy: str) -> str:
+    how = (
+        "each engine of it chose by itself and began with LRU" if policy == AUTO else f"its engines evicted by {policy}"
+    )
+    return f"The third pass had the second one's requests, plan and empty caches; {how}."
+
+
+def notes(conditions: Conditions, eviction: Eviction | None = None) -> tuple[str, ...]:
     """Return what a reader must know not to misread the figures, one sentence or two each."""
     c = conditions
+    who = "Both policies" if eviction is None else "All passes"
+    evicted = () if eviction is None else (_third_pass(eviction.policy),)
     return (
-        f"Both policies got the same {c.requests} requests of {c.trace} at the same times: {c.rate_rps:.2f} requests/s "
+        f"{who} got the same {c.requests} requests of {c.trace} at the same times: {c.rate_rps:.2f} requests/s "
         f"over {c.span_s:.0f} engine seconds on {c.engines} simulated engines, caches emptied in between. Hit rate is "
         "that of prompt tokens, max/mean the busiest engine's requests over the mean.",
         f"Tenant keys are overlaid: the trace has none, so each of its conversations was given to one of {c.tenants} "
@@ -117,6 +183,7 @@ def notes(conditions: Conditions) -> tuple[str, ...]:
         "The plan was made from the rates that the service measured in the first pass, so it knows this traffic's "
         f"tenants, as a plan knows yesterday's. It gives a key one engine per {c.replica_cap_rps:.2f} requests/s; "
         "requests beyond the planned share found their engine with too much in flight and went to another.",
+        *evicted,
         f"Latencies are engine seconds: the engines ran {c.speed:g}× faster than real time. The load generator was "
         f"{c.lag_s * 1000:.0f} ms late at most ({c.lag_s * c.speed:.2f} engine seconds).",
     )

@@ -7,6 +7,8 @@
 3. A client that goes away ends its request. SIGTERM: no new connection, requests in flight get `drain_s` to end.
 4. Answers have exactly `max_tokens` tokens, cut out of one text made from the seed at a place that the prompt decides:
    equal prompts get equal answers from every engine of equal seed.
+5. It evicts KV blocks by LRU, by another policy, or by that which the engine patch's switcher picks (`auto`), and is
+   steered under `/v1/wakman` as a vLLM with the patch is. The switcher's times are virtual.
 """
 
 import asyncio
@@ -17,16 +19,18 @@ import random
 import signal
 import sys
 import time
-from dataclasses import dataclass
 
 import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from engine_patch.settings import AUTO, EngineSettings
+from replay import sim_wakman
 from replay.block_cache import chain_hashes
 from replay.block_watch import BlockWatch
 from replay.engine_model import EngineModel
 from replay.engine_request import EngineRequest, RequestState
+from replay.engine_switch import VERSION, EngineSwitch
 from replay.openai_api import (
     DONE,
     TOKEN_BYTES,
@@ -39,6 +43,7 @@ from replay.openai_api import (
     parse,
 )
 from replay.presets import find_preset
+from replay.sim_engine_settings import SimEngineSettings
 from replay.sim_metrics import SimMetrics
 from service.errors import InvalidInput
 from service.settings import split_address
@@ -50,52 +55,6 @@ WORDS = (
 )
 PASSAGE_TOKENS = 1 << 16
 BODY_LIMIT_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class SimEngineSettings:
-    """What one simulated engine runs with; kv_blocks and max_model_len: None for the preset's."""
-
-    listen: str = "127.0.0.1:8000"
-    name: str = "sim-engine"
-    model: str = "sim-model"
-    preset: str = "70b-fp8-tp2"
-    kv_blocks: int | None = None
-    block_size: int = 16
-    max_batched_tokens: int = 8192
-    max_seqs: int = 1024
-    max_model_len: int | None = None
-    speed: float = 1.0
-    stream_interval_s: float = 0.02
-    drain_s: float = 5.0
-    kv_cache_metrics: bool = False
-    kv_cache_metrics_sample: float = 0.01
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise InvalidInput that lists every fault."""
-        faults = []
-        try:
-            split_address(self.listen)
-        except ValueError as exc:
-            faults.append(f"--listen {exc}")
-        if not 0 < self.speed < float("inf"):
-            faults.append(f"--speed {self.speed:g} is not a finite number above 0")
-        if not 0.001 <= self.stream_interval_s < float("inf"):
-            faults.append(f"--stream-interval-s {self.stream_interval_s:g} is not a time of at least 0.001 s")
-        if not 0 <= self.drain_s < float("inf"):
-            faults.append(f"--drain-s {self.drain_s:g} is not a time of at least 0 s")
-        if not 0 < self.kv_cache_metrics_sample <= 1:
-            faults.append(f"--kv-cache-metrics-sample {self.kv_cache_metrics_sample:g} is not above 0 and at most 1")
-        for option, value in (
-            ("--kv-blocks", self.kv_blocks),
-            ("--block-size", self.block_size),
-            ("--max-model-len", self.max_model_len),
-        ):
-            if value is not None and value < 1:
-                faults.append(f"{option} {value} is below 1")
-        if faults:
-            raise InvalidInput("; ".join(faults), "correct the options")
 
 
 class _Call:
@@ -116,8 +75,23 @@ class SimEngine:
         preset = find_preset(settings.preset)
         self.settings = settings
         self.engine = EngineModel(
-            preset, settings.kv_blocks, settings.block_size, settings.max_batched_tokens, settings.max_seqs
+            preset,
+            settings.kv_blocks,
+            settings.block_size,
+            settings.max_batched_tokens,
+            settings.max_seqs,
+            "lru" if settings.eviction_policy == AUTO else settings.eviction_policy,
         )
+        self.switch = EngineSwitch(
+            self.engine.cache,
+            EngineSettings(
+                policy=settings.eviction_policy,
+                preset=settings.eviction_preset,
+                interval_s=settings.eviction_interval_s or 0.0,
+                dwell_s=settings.eviction_interval_s or EngineSettings.dwell_s,
+            ),
+        )
+        self.engine.follower = self.switch
         self.metrics = SimMetrics(
             self.engine, settings.model, settings.name, settings.speed, kv_cache_metrics=settings.kv_cache_metrics
         )
@@ -136,6 +110,7 @@ class SimEngine:
         self._loop = asyncio.get_running_loop()
         self._start_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self._wakman = sim_wakman.OneEngine(self.switch, self._advance)
 
     def now_s(self) -> float:
         """Return the virtual time."""
@@ -155,14 +130,16 @@ class SimEngine:
                 web.get("/version", self._version),
                 web.get("/metrics", self._metrics),
                 web.post("/reset_prefix_cache", self._reset),
+                *sim_wakman.routes(self._wakman),
             ]
         )
         return app
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop the timer and the switcher's spans."""
         if self._timer is not None:
             self._timer.cancel()
+        self.switch.control.close()
 
     def _advance(self) -> None:
         """Bring the model up to now, tell the handlers, and set the timer to what comes next."""
@@ -274,11 +251,12 @@ class SimEngine:
         return web.Response()
 
     async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "0.32.0+cacheroute.sim"})
+        return web.json_response({"version": VERSION})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self._advance()
-        return web.Response(body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
+        body = self.metrics.render() + await sim_wakman.page(self._wakman)
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _reset(self, _: web.Request) -> web.Response:
         self._advance()

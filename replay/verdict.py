@@ -109,11 +109,12 @@ def judge(
     *,
     endpoints: int,
     seed: int,
+    name: str = "CacheRoute",
 ) -> Verdict:
     """Return the verdict on `candidate`, whose i-th request is the same as the i-th of `baseline`; about 0.3 s.
 
     endpoints: how many there are, those that served nothing included.  seed: of the bootstrap; the same input and seed
-    give the same verdict.
+    give the same verdict.  name: what the reason calls the candidate.
     """
     before, after = baseline[0], candidate[0]
     assert len(baseline[1]) == len(candidate[1])
@@ -134,7 +135,7 @@ def judge(
     else:
         outcome = "tie"
     work = work_over_mean(baseline[1], endpoints), work_over_mean(candidate[1], endpoints)
-    return Verdict(outcome, _reason(outcome, before, after, comparisons, work), comparisons)
+    return Verdict(outcome, f"{name} {_reason(outcome, before, after, comparisons, work)}", comparisons)
 
 
 def work_over_mean(served: Sequence[Served], endpoints: int) -> float:
@@ -183,10 +184,10 @@ def _reason(
     comparisons: Sequence[Comparison],
     work: tuple[float, float],
 ) -> str:
-    """One sentence: what latency did, then what stands behind it."""
+    """Return what latency did, then what stands behind it; a sentence but for who it is about."""
     verb = {"win": "won", "tie": "tied", "lose": "lost"}[outcome]
     latency = ", ".join(_latency(comparison, before, after) for comparison in reversed(comparisons))
-    return f"CacheRoute {verb}: {latency}; {'; '.join(_causes(before, after, work))}."
+    return f"{verb}: {latency}; {'; '.join(_causes(before, after, work))}."
 
 
 def _latency(comparison: Comparison, before: PolicySummary, after: PolicySummary) -> str:

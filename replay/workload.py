@@ -128,9 +128,9 @@ def send_times(arrivals: Sequence[TraceRequest], rate_rps: float | None) -> tupl
     return tuple((request.at_s - first_s) * scale for request in arrivals)
 
 
-def prompt_text(blocks: Sequence[int], prompt_tokens: int) -> str:
-    """Return the text of a prompt: `prompt_tokens` words, of which block i gives words 512·i to 512·i + 511."""
-    choices = b"".join(shake_128(str(block).encode()).digest(BLOCK_TOKENS) for block in blocks)
+def prompt_text(blocks: Sequence[int], prompt_tokens: int, block_tokens: int = BLOCK_TOKENS) -> str:
+    """Return the text of a prompt: `prompt_tokens` words, block i gives those from i · `block_tokens` on."""
+    choices = b"".join(shake_128(str(block).encode()).digest(block_tokens) for block in blocks)
     return "".join(map(_WORDS.__getitem__, choices[:prompt_tokens]))
 
 

@@ -17,6 +17,13 @@ def demo(
     trace: Annotated[
         Path | None, typer.Option(help="Mooncake JSONL, plain or gzip.  [an excerpt of Mooncake's conversations]")
     ] = None,
+    mix: Annotated[
+        str | None, typer.Option(help="Single/multi-turn/agentic traffic instead of a trace, in %: 100/0/0[,S/M/A…].")
+    ] = None,
+    eviction: Annotated[
+        str, typer.Option(help="Adds a pass with this eviction policy; auto: each engine decides, and may switch.")
+    ] = "lru",
+    kv_blocks: Annotated[int | None, typer.Option(help="KV-cache blocks of an engine.  [40,071; a mix: 5,333]")] = None,
     engines: Annotated[int, typer.Option(help="Simulated vLLM servers.")] = 6,
     duration: Annotated[float, typer.Option(help="Seconds in which a pass sends its requests.")] = 43.0,
     rate: Annotated[
@@ -29,6 +36,8 @@ def demo(
 ) -> None:
     """Play a real trace through Envoy and a simulated fleet, first without a plan, then with one, and compare.
 
+    To see engines switch their eviction policy: --eviction auto --mix 100/0/0.
+
     Exit code 1 when any request failed.
     """
     from rich.console import Console
@@ -39,6 +48,9 @@ def demo(
     out, err = Console(), Console(stderr=True)
     settings = DemoSettings(
         trace=trace,
+        mix=mix,
+        eviction=eviction,
+        kv_blocks=kv_blocks,
         engines=engines,
         duration_s=duration,
         rate_rps=rate,
@@ -52,11 +64,11 @@ def demo(
     except KeyboardInterrupt:
         err.print("stopped; nothing is left running")
         raise typer.Exit(130) from None
-    show(result.verdict, result.policies, result.conditions, out)
+    show(result.verdict, result.policies, result.conditions, out, result.eviction)
     if report is not None:
-        write(report, document(result.verdict, result.policies, result.conditions))
+        write(report, document(result.verdict, result.policies, result.conditions, result.eviction))
     if picture is not None:
-        draw(picture, result.verdict, result.policies, result.conditions)
+        draw(picture, result.verdict, result.policies, result.conditions, result.eviction)
     if result.failed:
         for failure in result.failures[:FAILURES_SHOWN]:
             err.print(f"failed: {failure}", markup=False, highlight=False)

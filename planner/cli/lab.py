@@ -25,6 +25,9 @@ def lab(
         str, typer.Option(help="Engine and model: 70b-fp8-tp2, 8b-bf16-tp1 or 70b-bf16-tp2.")
     ] = "70b-fp8-tp2",
     kv_blocks: Annotated[int | None, typer.Option(help="KV-cache blocks of an engine.  [the preset's]")] = None,
+    eviction: Annotated[
+        str, typer.Option(help="Which KV block goes first: lru, s3fifo, arc, …; auto: each engine decides by itself.")
+    ] = "lru",
     slots: Annotated[int, typer.Option(help="Keys that one engine keeps warm, on average.")] = 64,
     replica_cap: Annotated[float, typer.Option(help="Requests/s of one key that one engine bears.")] = 4.0,
     plan_interval_s: Annotated[float, typer.Option(help="Seconds between two plans.")] = 30.0,
@@ -41,6 +44,7 @@ def lab(
         speed=speed,
         preset=preset,
         kv_blocks=kv_blocks,
+        eviction_policy=eviction,
         slots_per_endpoint=slots,
         replica_cap_rps=replica_cap,
         plan_interval_s=plan_interval_s,
@@ -83,6 +87,9 @@ def describe(running: "Lab") -> str:
         f"curl -s {running.service_url}/table",
         "# plan now, from the rates so far",
         _once(running),
+        "# by which policy an engine evicts KV blocks and why; let it decide by itself",
+        f"{_ourselves()} engine status --url {running.engines[0].url}",
+        f"{_ourselves()} engine policy auto --url {running.engines[0].url} --reason 'trying it'",
         "",
         "Ctrl-C ends it all.",
     ]

@@ -30,10 +30,21 @@ def register(app: typer.Typer) -> None:
         kv_cache_metrics_sample: Annotated[
             float, typer.Option(metavar="SHARE", help="Which share of the blocks is watched for that.")
         ] = 0.01,
+        eviction_policy: Annotated[
+            str, typer.Option(help="Which KV block goes first: lru, s3fifo, arc, …; auto: the engine patch decides.")
+        ] = "lru",
+        eviction_interval_s: Annotated[
+            float | None,
+            typer.Option(
+                help="Virtual seconds between two decisions, and that a policy stays at least.  [60; paper: 900]"
+            ),
+        ] = None,
+        eviction_preset: Annotated[str, typer.Option(help="How auto decides: default or paper.")] = "default",
         seed: Annotated[int, typer.Option(help="Decides the text of answers; same for all engines of a fleet.")] = 0,
     ) -> None:
         """Run one simulated vLLM: OpenAI's API, vLLM's metrics, a real prefix cache, modelled step times."""
-        from replay.sim_engine import SimEngineSettings, run
+        from replay.sim_engine import run
+        from replay.sim_engine_settings import SimEngineSettings
 
         run(
             SimEngineSettings(
@@ -49,6 +60,9 @@ def register(app: typer.Typer) -> None:
                 drain_s=drain_s,
                 kv_cache_metrics=kv_cache_metrics,
                 kv_cache_metrics_sample=kv_cache_metrics_sample,
+                eviction_policy=eviction_policy,
+                eviction_interval_s=eviction_interval_s,
+                eviction_preset=eviction_preset,
                 seed=seed,
             )
         )

@@ -15,9 +15,11 @@ import aiohttp
 import psutil
 from stats import machine, spread
 
+from engine_patch.settings import EngineSettings
 from replay.block_cache import chain_hashes
 from replay.engine_model import EngineModel
 from replay.engine_request import EngineRequest
+from replay.engine_switch import EngineSwitch
 from replay.presets import find_preset
 
 ROUNDS, REQUESTS, CONCURRENT = 5, 300, 32
@@ -34,9 +36,10 @@ def decode_step_us(batch: int) -> float:
     return (perf_counter() - start) * 1e6 / (model.steps - first)
 
 
-def request_us(prompt_tokens: int, output_tokens: int) -> float:
+def request_us(prompt_tokens: int, output_tokens: int, mode: str = "lru") -> float:
     """Time a request from submission to its end, steps included, half of the prompt shared; about 20 in flight."""
-    model = EngineModel(find_preset("70b-fp8-tp2"))
+    model = EngineModel(find_preset("70b-fp8-tp2"), policy="lru" if mode == "auto" else mode)
+    model.follower = EngineSwitch(model.cache, EngineSettings(policy=mode))
     rng, now = Random(0), 0.0
     shared = rng.randbytes(prompt_tokens * 2)
     prompts = [shared + rng.randbytes(prompt_tokens * 2 + output_tokens * 4) for _ in range(REQUESTS)]
@@ -90,6 +93,9 @@ def main() -> None:
     for prompt, output in ((1200, 100), (12_000, 350)):
         figures = spread([request_us(prompt, output) for _ in range(ROUNDS)])
         print(f"  request of {prompt} + {output} tokens, model and hashes, µs: {figures}")
+    for mode in ("s3fifo", "arc", "auto"):
+        figures = spread([request_us(12_000, 350, mode) for _ in range(ROUNDS)])
+        print(f"  the latter under {mode}, µs: {figures}")
     for interval_s in (0.02, 0.1):
         served = [served_cpu_us(interval_s) for _ in range(3)]
         print(f"  request of 2000 + 100 tokens over HTTP, an event each {interval_s} s:")

@@ -1,11 +1,14 @@
 """The prefix cache: chained hashes, hits, pins, eviction, reset."""
 
+import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_patch.policy import POLICIES, EvictionQueue, converted, new_queue
 from replay.block_cache import BlockCache, chain_hashes
 
 TOKENS = bytes(range(256)) * 2  # 128 tokens: 8 blocks of 16
@@ -222,3 +225,165 @@ def test_agrees_with_the_plain_cache(steps: list[tuple[list[int], int] | int]) -
         assert set(cache.free).isdisjoint(used)
         for block in range(cache.num_blocks):
             assert cache.refs(block) == sum(blocks.count(block) for blocks in live)
+
+
+def test_another_policy_is_refused_by_name() -> None:
+    """A policy that is none is named together with those that are, and a refused switch changes nothing."""
+    with pytest.raises(ValueError, match=r"'mru'.*lru.*s3fifo.*arc"):
+        BlockCache(4, policy="mru")
+    cache = BlockCache(4)
+    with pytest.raises(ValueError, match="'mru'"):
+        cache.switch("mru")
+    assert cache.policy == "lru"
+    assert cache.allocate(4) == [0, 1, 2, 3]
+
+
+def test_what_was_hit_once_outlives_a_scan_under_s3fifo() -> None:
+    """A prefix with one hit outlives more one-off blocks than the cache has; under LRU it is gone."""
+    left = {}
+    for policy in ("lru", "s3fifo"):
+        cache = BlockCache(20, policy=policy)
+        for _ in range(2):
+            _, blocks = serve(cache, "ab", 33)
+            cache.release(blocks)
+        for n in range(30):
+            _, blocks = serve(cache, [("scan", n)], 16)
+            cache.release(blocks)
+        left[policy] = len(cache.lookup("ab", 33))
+    assert left == {"lru": 0, "s3fifo": 2}
+
+
+def test_a_hit_on_a_block_in_use_counts() -> None:
+    """What is hit while somebody uses it is kept like what is hit when free; taking back counts for nothing."""
+    kept = {}
+    for counted in (True, False):
+        cache = BlockCache(20, policy="s3fifo")
+        _, first = serve(cache, "ab", 33)
+        hits = cache.lookup("ab", 33)
+        cache.pin(hits, counted=counted)
+        cache.release(first)
+        cache.release(hits)
+        for n in range(30):
+            _, blocks = serve(cache, [("scan", n)], 16)
+            cache.release(blocks)
+        kept[counted] = len(cache.lookup("ab", 33))
+    assert kept == {True: 2, False: 0}
+
+
+@dataclass
+class PlainCache:
+    """The same cache over the same queue, one block at a time: what the batches must amount to."""
+
+    size: int
+    policy: str
+    content: dict[int, Hashable] = field(default_factory=dict)
+    users: dict[int, int] = field(default_factory=dict)
+    age: list[int] = field(default_factory=list)  # blocks in the order in which their content was committed
+
+    def __post_init__(self) -> None:
+        self.free: EvictionQueue[int] = new_queue(self.policy, self.size, range(self.size), self.elsewhere)
+
+    def elsewhere(self, block: int, value: Hashable) -> bool:
+        return any(self.content[other] == value for other in self.age if other != block)
+
+    def find(self, value: Hashable) -> int | None:
+        return next((block for block in self.age if self.content[block] == value), None)
+
+    def switch(self, policy: str) -> None:
+        if policy != self.policy:
+            self.free = converted(self.free, policy, self.size, self.elsewhere)
+            self.policy = policy
+
+    def admit(self, hashes: Sequence[Hashable], tokens: int, block_size: int) -> list[int] | None:
+        hits: list[int] = []
+        for value in hashes[: (tokens - 1) // block_size]:
+            block = self.find(value)
+            if block is None:
+                break
+            hits.append(block)
+        need = -(-tokens // block_size) - len(hits)
+        if need > len(self.free) - sum(block in self.free for block in hits):
+            return None
+        for block in hits:
+            self.free.hit(block)
+            if block in self.free:
+                self.free.remove(block)
+        new = []
+        for _ in range(need):
+            block = self.free.evict()
+            self.content.pop(block, None)
+            if block in self.age:
+                self.age.remove(block)
+            new.append(block)
+        blocks = hits + new
+        for block in blocks:
+            self.users[block] = self.users.get(block, 0) + 1
+        for index in range(len(hits), min(tokens // block_size, len(hashes))):
+            self.content[blocks[index]] = hashes[index]
+            self.age.append(blocks[index])
+        return blocks
+
+    def release(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.users[block] -= 1
+        for at in reversed(range(len(blocks))):
+            block = blocks[at]
+            if self.users[block] or block not in self.content:
+                continue
+            value = self.content[block]
+            parent = self.content.get(blocks[at - 1]) if at else None
+            if self.find(value) == block:
+                self.free.append(block, value, parent)
+            else:
+                self.free.append_copy(block, value, parent)
+        for block in blocks:
+            if not self.users[block] and block not in self.content:
+                self.free.prepend(block)
+
+    def reset(self) -> None:
+        self.content.clear()
+        self.age.clear()
+        self.free.reset()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1_000_000), st.sampled_from(POLICIES), st.sampled_from([0.0, 0.02]))
+def test_every_policy_is_told_all_it_needs(seed: int, policy: str, upset: float) -> None:
+    """Over any requests, releases, resets and switches, blocks are those of the queue told one block at a time."""
+    rng, block_size, size = random.Random(seed), 4, 9 + seed % 24
+    cache, plain = BlockCache(size, block_size, policy), PlainCache(size, policy)
+    live: list[list[int]] = []
+    for _ in range(250):
+        drawn = rng.random()
+        if drawn < upset:
+            cache.reset()
+            plain.reset()
+        elif drawn < 2 * upset:
+            to = rng.choice(POLICIES)
+            cache.switch(to)
+            plain.switch(to)
+        elif live and rng.random() < len(live) / 4:
+            blocks = live.pop(rng.randrange(len(live)))
+            cache.release(blocks)
+            plain.release(blocks)
+        else:
+            parts = [min(int(rng.expovariate(1.0)), 3) for _ in range(rng.randint(1, 5))]
+            hashes = [tuple(parts[: n + 1]) for n in range(len(parts))]
+            tokens = max(1, len(parts) * block_size + rng.choice((-3, 0, 0, 1)))
+            expected = plain.admit(hashes, tokens, block_size)
+            hits = cache.lookup(hashes, tokens)
+            need = -(-tokens // block_size) - len(hits)
+            assert cache.fits(hits, need) == (expected is not None)
+            if expected is None:
+                continue
+            cache.pin(hits)
+            new = cache.allocate(need)
+            assert new is not None
+            cache.commit(hits + new, hashes, len(hits), tokens // block_size)
+            assert hits + new == expected
+            live.append(hits + new)
+        assert list(cache.free) == list(plain.free)
+        used = {block for blocks in live for block in blocks}
+        assert cache.num_pinned == len(used)
+        assert cache.num_free + cache.num_pinned == cache.num_blocks
+        assert set(cache.free).isdisjoint(used)

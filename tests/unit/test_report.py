@@ -6,13 +6,16 @@ import math
 import stat
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from replay.demo import DemoSettings, check, planned_share
-from replay.live import Row, Snapshot, line, panel
+from replay.live import Places, Row, Snapshot, Watch, line, panel
 from replay.player import Progress
-from replay.report import Conditions, document, notes, show, write
+from replay.report import Conditions, Eviction, Switch, document, notes, show, write
 from replay.verdict import PolicySummary, Verdict
 from service.errors import InvalidInput
 
@@ -22,9 +25,13 @@ VERDICT = Verdict("lose", "CacheRoute lost: of no account.", ())
 CONDITIONS = Conditions("t.jsonl", 7, 6, 10, 64, 3.0, 480.0, 12.0, 0.49, 0.02)
 
 
-def _shown(width: int = 80) -> str:
+SWITCH = Switch("engine-2", 121.4, "lru", "s3fifo", "Switch from lru to s3fifo [because].")
+EVICTION = Eviction("auto", Verdict("tie", "Eviction by auto tied: of no account.", ()), (SWITCH,))
+
+
+def _shown(width: int = 80, eviction: Eviction | None = None) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show(VERDICT, (FLAT, ROUTED), CONDITIONS, console)
+    show(VERDICT, (FLAT, ROUTED), CONDITIONS, console, eviction)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -83,6 +90,10 @@ def test_conditions_are_said() -> None:
         (DemoSettings(speed=math.nan), "--speed nan"),
         (DemoSettings(duration_s=-1.0), "--duration -1"),
         (DemoSettings(rate_rps=math.inf), "--rate inf"),
+        (DemoSettings(eviction="mru"), "--eviction 'mru' is none of auto, lru"),
+        (DemoSettings(mix="100/0/0", trace=Path("t.jsonl")), "--mix and --trace"),
+        (DemoSettings(mix="100/0"), "--mix '100/0' is no mix"),
+        (DemoSettings(kv_blocks=0), "--kv-blocks 0"),
         (DemoSettings(report=Path("/")), "--report / is a folder"),
         (DemoSettings(report=Path("/absent/report.json")), "folder /absent does not exist"),
     ],
@@ -116,3 +127,57 @@ def test_live_view_survives_parts_that_do_not_answer() -> None:
     assert line("flat-lb", Progress(total=4), nothing) == (
         "flat-lb: 0/4 done, – in flight, 0 failed, hit rate –, plan –"
     )
+
+
+def test_a_third_pass_adds_to_the_report() -> None:
+    """A pass with another eviction policy adds one field, its verdict and each switch, and changes nothing else."""
+    plain, more = document(VERDICT, (FLAT, ROUTED), CONDITIONS), document(VERDICT, (FLAT,), CONDITIONS, EVICTION)
+    assert list(more) == [*plain, "eviction"]
+    assert more["eviction"] == {
+        "policy": "auto",
+        "verdict": "tie",
+        "reason": "Eviction by auto tied: of no account.",
+        "switches": [
+            {
+                "engine": "engine-2",
+                "at_s": 121.4,
+                "from": "lru",
+                "to": "s3fifo",
+                "why": "Switch from lru to s3fifo [because].",
+            }
+        ],
+    }
+    text = _shown(eviction=EVICTION)
+    assert "121 s  engine-2: lru → s3fifo. Switch from lru to s3fifo [because]." in text
+    assert "TIE Eviction by auto tied" in text
+    assert "All passes got the same" in text
+    assert "chose by itself and began with LRU" in text
+    assert "No engine switched." in _shown(eviction=Eviction("auto", VERDICT, ()))
+    assert "third pass" not in _shown()
+
+
+async def test_a_switch_is_told_once_with_its_reason() -> None:
+    """The view shows which policy an engine runs, and says once, in the engine's own words, that it changed."""
+    history: list[dict[str, str]] = []
+
+    async def metrics(_: web.Request) -> web.Response:
+        live = history[-1]["to"] if history else "lru"
+        lines = [f'wakman_policy{{engine="0",policy="{p}"}} {float(p == live)}' for p in ("lru", "s3fifo", "arc")]
+        counts = [f'wakman_switches_total{{from="{e["from"]}",to="{e["to"]}",cause="auto"}} 1.0' for e in history]
+        return web.Response(text="\n".join([*lines, *counts, ""]))
+
+    async def told(_: web.Request) -> web.Response:
+        return web.json_response({"engines": [{"engine": 0, "history": history}]})
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/v1/wakman/history", told)])
+    async with TestServer(app) as server, aiohttp.ClientSession() as client:
+        places = Places("http://127.0.0.1:1", {"engine-0": f"127.0.0.1:{server.port}"})
+        eye = Watch(client, places, Progress())
+        seen = [await eye.look()]
+        history.append({"from": "lru", "to": "s3fifo", "why": "it is better"})
+        seen.append(await eye.look())
+        seen.append(await eye.look())
+    assert [snapshot.rows[0].policy for snapshot in seen] == ["lru", "s3fifo", "s3fifo"]
+    line_told = "engine-0 evicts by s3fifo now, not by lru: it is better"
+    assert [snapshot.news for snapshot in seen] == [(), (line_told,), ()]
