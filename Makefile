@@ -8,10 +8,10 @@ ARGS ?=
 WORKERS ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test check lint types imports spelling generated unit e2e claims fuzz bench generate clean
+.PHONY: help demo lab test check lint types imports spelling generated unit e2e claims engine engine-env engine-try engine-versions fuzz bench generate clean
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo ## the whole fleet on this machine, a real trace, two policies, a verdict (ARGS="--engines 4")
 	$(BIN)/cacheroute demo $(ARGS)
@@ -19,7 +19,7 @@ demo: $(VENV)/.installed-demo ## the whole fleet on this machine, a real trace, 
 lab: $(VENV)/.installed-demo ## the same fleet left running, for trying by hand
 	$(BIN)/cacheroute lab $(ARGS)
 
-test: check claims e2e ## everything that CI runs: `make check`, the claims, then end to end on real Envoys and Valkey
+test: check claims engine e2e ## everything that CI runs: `make check`, the claims, the engine patch in real vLLMs, end to end on real Envoys
 
 check: $(VENV)/.installed-dev lint types imports spelling generated unit ## lint, types, import contracts, generated code, unit and contract tests
 
@@ -53,6 +53,18 @@ bench: $(VENV)/.installed-dev ## all benchmarks, min / median / max (minutes; re
 
 claims: $(VENV)/.installed-dev ## figures that the docs state, as ranges over seeds (minutes)
 	$(BIN)/python -m pytest tests/claims $(ARGS)
+
+engine: $(VENV)/.installed-dev ## the engine patch inside real vLLMs: 0.32 all of it, 0.27 and 0.30 (ARGS="-k switch"; VERSIONS="0.32.0")
+	$(BIN)/python -m tests.engine.environment $(if $(VERSIONS),--versions "$(VERSIONS)") test $(ARGS)
+
+engine-env: $(VENV)/.installed-dev ## installs those vLLMs and no more (minutes and 4.5 GB, once, into ~/.cache/cacheroute/vllm)
+	$(BIN)/python -m tests.engine.environment $(if $(VERSIONS),--versions "$(VERSIONS)") install
+
+engine-try: $(VENV)/.installed-dev ## a real vLLM with a tiny random model and the patch on this machine's CPU, until Ctrl-C
+	$(BIN)/python -m tests.engine.environment serve
+
+engine-versions: $(VENV)/.installed-dev ## the engine patch on each vLLM from 0.27 to 0.32
+	$(BIN)/python -m tests.engine.environment --versions all test $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## a million mutated messages against the external processor (two minutes; ARGS="--messages 50000")
 	$(BIN)/python -m tests.fuzz.fuzz_process $(ARGS)

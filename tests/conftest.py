@@ -10,6 +10,9 @@ import pytest
 from replay.processes import Process, answers_ping, free_ports, wait_ready
 from replay.programs import valkey_program
 
+# These run in vLLM's environment: `make engine`.
+collect_ignore = ["engine"]
+
 
 class Valkey:
     """One real server on a port of its own that a test may kill and start again; it keeps nothing on disk."""
