@@ -117,7 +117,7 @@ class Attachment:
         before = self._policy
         try:
             if mode == OFF:
-                self.detach(f"switched off by {actor}: {why}", cause)
+                self.detach(f"switched off by {actor}: {why}", cause, actor)
             elif mode not in (AUTO, before):
                 self._switch(mode, cause, actor, why)
         except Exception as error:
@@ -146,7 +146,7 @@ class Attachment:
         except Exception as error:
             self._fault("poll", error)
 
-    def detach(self, why: str, cause: str = "fault") -> None:
+    def detach(self, why: str, cause: str = "fault", actor: str = "wakman") -> None:
         """Give the engine its stock class and methods back; stop shadow and control file. Once."""
         if not self.attached:
             return
@@ -155,7 +155,7 @@ class Attachment:
         self._mode, self._mode_since = OFF, time.time()
         self._policy, self._since = "lru", time.time()
         logger.warning("wakman: not attached: %s (detached from %s)", why, before)
-        self._note(before, "lru", cause, "wakman", why, 0.0, None)
+        self._note(before, "lru", cause, actor, why, 0.0, None)
 
     def close(self) -> None:
         """Stop the shadow and the control file: the engine shuts down. The queue stays as it is."""

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
@@ -49,10 +48,7 @@ class Control:
         """Begin to watch the file and to send spans, in threads of their own; returns at once."""
         if self._file is not None:
             self._file.start()
-            # An engine of this process may be dropped without a shutdown: its threads end with it.
-            weakref.finalize(self, self._file.close)
         self._spans.start()
-        weakref.finalize(self, self._spans.close)
 
     def poll(self, now: float) -> None:
         """Obey the file when it has a new order; below 1 µs when not. Never raises."""

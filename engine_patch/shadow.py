@@ -4,8 +4,9 @@
    reference; a policy owns the hashed free blocks alone: at most `num_blocks` - blocks in use. Whatever is beyond that
    is evicted when requests take blocks; blocks never used, or freed without a hash, are thus used first, as in vLLM.
 2. Admission: look up the whole request (its hit is the contiguous run of known blocks, at most
-   (num_tokens - 1) // block_size, less what the engine drops of it), count the hits, pin all blocks of the prompt, evict. A lookup that the engine does
-   not count (preempted and admitted again, or one that skips reading) pins and evicts only.
+   (num_tokens - 1) // block_size, less what the engine drops of it), count the hits, pin all blocks of the prompt,
+   evict. A lookup that the engine does not count (preempted and admitted again, or one that skips reading) pins and
+   evicts only.
 3. Free: take the blocks of the output, evict for them, unpin; those that nobody else uses go back tail first.
 4. A request pins its chain from the first block on, so what others pin of it is a beginning.
 5. With `sample` < 1 only that share of the blocks is followed, chosen by hash, in a pool of num_blocks * sample. A hit

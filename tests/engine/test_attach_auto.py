@@ -12,7 +12,7 @@ from engine_patch.attachment import Attachment
 from tests.engine.attached import answers, attached, environment, hot_hit_rate, mixed, outputs
 
 Engines = Callable[..., Any]
-PATIENCE_S = 60
+PATIENCE_S = 180
 
 
 @pytest.fixture(scope="module")

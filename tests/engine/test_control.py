@@ -124,7 +124,8 @@ def test_off_is_for_good(llm: Any) -> None:
     assert told["ok"] is False
     assert "not attached" in told["error"]
     assert answers(llm, prompts) == wanted
-    assert called(llm, "wakman_history")["history"][-1]["cause"] == "manual"
+    last = called(llm, "wakman_history")["history"][-1]
+    assert (last["cause"], last["actor"]) == ("manual", "mira")
 
 
 def test_the_control_file_under_traffic(engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Switching, copies, orphans and faults of the linked queues, each by itself on vLLM's own pool."""
 
+import sys
 from typing import Any
 
 import pytest
 
 from engine_patch import free_queue
 from engine_patch.policy import POLICIES
-from tests.engine.pool_driver import PoolDriver, chain, new_pool, stock_class
+from tests.engine.pool_driver import PoolDriver, Running, chain, new_pool, stock_class
 
 KEYED = [policy for policy in POLICIES if policy != "lru"]
 
@@ -270,3 +271,44 @@ def test_the_self_check_names_what_is_wrong(harm: Any, found: str) -> None:
     said = free_queue.check(pool.queue, pool.state, pool.pool)
     assert said is not None
     assert found in said
+
+
+def lines_run(of: Any) -> int:
+    """Return how many lines of the queue's code a call runs."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if not frame.f_globals.get("__name__", "").startswith("engine_patch."):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        of()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_content_in_a_thousand_blocks_costs_no_more_than_one_in_ten(policy: str) -> None:
+    """A prompt that comes again and again leaves a copy of its last block each time; nothing walks over all of them."""
+    cost = []
+    for copies in (10, 1000):
+        pool = driver("lru", 1100)
+        for _ in range(copies):
+            request = pool.start(chain((1, 2)), 2, most=1)
+            assert request is not None
+            pool.finish(request)
+        free_queue.switch(pool.queue, pool.state, policy)
+        once = lines_run(lambda pool=pool: pool.finish(pool.start(chain((1, 2)), 2, most=1)))
+        pool.allocate(Running([]), 1100 - copies - 2)
+        evicted = lines_run(lambda pool=pool, half=copies // 2: pool.allocate(Running([]), half))
+        cost.append((once, evicted / (copies // 2)))
+        assert free_queue.check(pool.queue, pool.state, pool.pool) is None
+    (hashed_few, evicted_few), (hashed_many, evicted_many) = cost
+    assert hashed_many <= hashed_few + 20
+    assert evicted_many <= 2 * evicted_few

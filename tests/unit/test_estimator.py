@@ -135,6 +135,22 @@ def test_a_live_policy_that_is_no_candidate_is_shadowed_too() -> None:
     assert [lane.policy for lane in engine.estimator._warm.shadow.lanes] == ["lru", "s3fifo"]  # type: ignore[union-attr]
 
 
+def test_a_policy_held_for_the_second_time_is_compared_as_at_the_first() -> None:
+    """What a policy that is no candidate hit when it was live before is not taken off its rate; nor is it behind."""
+    engine = Engine(0)
+    engine.obey = False
+    for name in ("s3fifo-25", "lru", "s3fifo-25"):
+        engine.switch(name)
+        before = len(engine.decisions)
+        engine.serve(recency, 570)
+        for decision in engine.decisions[before:]:
+            assert min(*decision.rates.values(), *decision.window_rates.values()) >= 0
+        if name != "lru":
+            first = engine.decisions[before]
+            assert first.live == name
+            assert first.rates[name] > 0.5 * first.rates["lru"] > 0
+
+
 def test_every_decision_explains_itself() -> None:
     """Rates of all candidates, margin, window, counts, a reason of the closed list and a sentence; JSON and back."""
     engine = Engine(0, policies=("lru", "s3fifo", "arc")).serve(popular, 620)

@@ -8,6 +8,7 @@ import pytest
 from replay.evaluation import Settings, run_case, summarise
 from replay.mixes import Mix, constant
 from replay.scenarios import read_traffic
+from service.errors import InvalidInput
 
 SETTINGS = Settings(policies=("lru", "s3fifo", "arc"), presets=("default", "paper"), seeds=(0, 1))
 
@@ -96,3 +97,12 @@ def test_a_recorded_trace_is_served_in_its_own_blocks(tmp_path: Any) -> None:
     settings = Settings(traffic=str(path), blocks=100, policies=("lru",), presets=(), bounds=False)
     (found,) = run_case(traffic, 0, settings.names(), settings)
     assert found["hit"] == pytest.approx(1024 / 2700, abs=1e-6)
+
+
+def test_a_bad_trace_is_refused_before_any_process_starts(tmp_path: Any) -> None:
+    path = tmp_path / "cut.jsonl"
+    with pytest.raises(InvalidInput, match=r"cut\.jsonl does not exist"):
+        read_traffic(path)
+    path.write_text('{"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [1]}\n{"timestamp": 1,')
+    with pytest.raises(InvalidInput, match=r"cut\.jsonl, line 2"):
+        read_traffic(path)

@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from engine_patch import events
-from engine_patch.events import FRAME_BYTES, MAX_IN_FLIGHT, Batch, Event, Recorder, batch, frame_size, pack
+from engine_patch.events import (
+    ADMITTED,
+    FRAME_BYTES,
+    MAX_IN_FLIGHT,
+    POLICY,
+    Batch,
+    Event,
+    Recorder,
+    batch,
+    frame_size,
+    pack,
+)
 
 
 def digests(count: int, salt: str = "") -> list[bytes]:
@@ -84,6 +95,27 @@ def test_a_full_buffer_starts_over_with_a_gap() -> None:
     assert frame.dropped == recorder.dropped
     assert frame.events + frame.dropped == 100
     assert not taken_after(recorder, 1).gap
+
+
+@pytest.mark.parametrize("how", ["full", "nonsense", "gap"])
+def test_after_a_gap_the_live_policy_is_said_again(how: str) -> None:
+    """A switch that was among the lost events is not lost: the shadow would follow the old policy for good."""
+    recorder = Recorder(max_bytes=4096)
+    recorder.policy(0.0, "lru", "start")
+    taken(recorder)
+    recorder.policy(1.0, "arc", "better")
+    if how == "full":
+        recorder.admitted(2.0, "a", digests(500), 8000, 0)
+    elif how == "nonsense":
+        recorder.admitted(2.0, "a", None, 8000, 0)  # type: ignore[arg-type]
+    else:
+        recorder.gap()
+    recorder.admitted(3.0, "b", digests(2), 40, 0)
+    first, *rest = read(recorder)
+    assert (first.kind, first.name) == (POLICY, "arc")
+    assert first.t <= min(event.t for event in rest)
+    recorder.admitted(4.0, "c", digests(2), 40, 0)
+    assert [event.kind for event in read(recorder)] == [ADMITTED]
 
 
 def taken_after(recorder: Recorder, count: int) -> Batch:

