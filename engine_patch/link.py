@@ -5,7 +5,8 @@
 2. `poll`, from the engine's own thread, writes what the recorder has as far as the pipe takes it at once, and reads
    what the process said. Both ends of the pipes in this process never block.
 3. While the pipe takes nothing, events wait in the recorder, which is bounded and then starts over with a gap. A pipe
-   that takes nothing for STALL_S belongs to a process that is stopped or stuck: it is killed, and another started.
+   that holds something and from which nothing is taken for STALL_S, full or not, belongs to a process that is stopped
+   or stuck: it is killed, and another started.
 4. The process ends with this one, however that ends: its input ends, and the kernel is told to kill it. It inherits
    no other descriptor and no variable that starts with VLLM_.
 5. What it says is believed only as far as it is a line of JSON of a known form; after GARBAGE other lines it is killed.
@@ -19,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,7 +75,8 @@ class ShadowLink:
         self._process: subprocess.Popen[bytes] | None = None
         self._wanted = False
         self._attempts = self._starts = self._garbage = self._decisions = 0
-        self._retry_at = self._started_at = self._wrote_at = self._flushed_at = 0.0
+        self._retry_at = self._started_at = self._read_at = self._flushed_at = 0.0
+        self._written = self._read = 0
         self._pending = memoryview(b"")
         self._line = bytearray()
         self._state: dict[str, Any] = {}
@@ -162,7 +165,8 @@ class ShadowLink:
             return
         self._process = process
         self._starts += 1
-        self._started_at = self._wrote_at = now
+        self._started_at = self._read_at = now
+        self._written = self._read = 0
         self._error = None
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
@@ -197,10 +201,13 @@ class ShadowLink:
         )
 
     def _feed(self, now: float) -> None:
+        if self._stalled(now):
+            self._error = f"the shadow process read nothing for {self._stall_s:g} s and was killed"
+            self._end()
+            return
         if not self._pending:
             waiting = self.recorder.waiting_bytes
             if not waiting or (waiting < FLUSH_BYTES and now - self._flushed_at < FLUSH_S):
-                self._wrote_at = now
                 return
             frame = self.recorder.take(now)
             if frame is None:
@@ -212,14 +219,23 @@ class ShadowLink:
             while self._pending:
                 written = os.write(_pipe(self._process.stdin), self._pending)
                 self._pending = self._pending[written:]
-                self._wrote_at = now
+                self._written += written
         except BlockingIOError:
-            if now - self._wrote_at > self._stall_s:
-                self._error = f"the shadow process read nothing for {self._stall_s:g} s and was killed"
-                self._end()
+            pass
         except OSError as error:
             self._error = f"the shadow process does not read: {error}"
             self._end()
+
+    def _stalled(self, now: float) -> bool:
+        """Tell whether something has lain in the pipe for too long with nothing taken out of it."""
+        assert self._process is not None
+        unread = 0
+        with contextlib.suppress(OSError):
+            unread = int.from_bytes(fcntl.ioctl(_pipe(self._process.stdin), termios.FIONREAD, bytes(4)), sys.byteorder)
+        read = self._written - unread
+        if not unread or read != self._read:
+            self._read, self._read_at = read, now
+        return now - self._read_at > self._stall_s
 
     def _hear(self) -> list[Decision]:
         decisions: list[Decision] = []

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
+from engine_patch.settings import AUTO, known_policies
 from replay.processes import POLL_S, Process, answers_http, answers_ping, free_ports, stop_together, wait_ready
 from replay.programs import envoy_program, envoy_version, valkey_program
 from service.errors import InvalidInput, ServerUnavailable
@@ -350,6 +351,11 @@ def _refuse(settings: LabSettings) -> None:
     faults += [f"{name} = {value:g} is below 1" for name, value in at_least_one.items() if not value >= 1]
     if faults:
         raise InvalidInput(f"lab: {'; '.join(faults)}", "give a larger value")
+    known = (AUTO, *known_policies())
+    if settings.eviction_policy not in known:
+        raise InvalidInput(
+            f"lab: the eviction policy {settings.eviction_policy!r} is unknown", f"choose among {', '.join(known)}"
+        )
 
 
 def _http_check(address: str, path: str) -> Callable[[], bool]:

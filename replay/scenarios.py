@@ -94,8 +94,13 @@ class Recorded:
 
 
 def read_traffic(path: Path) -> tuple[Traffic, ...] | tuple[Recorded, ...]:
-    """Return the mixes of a JSON file, or the one recorded trace of a JSONL file, told by the ending."""
+    """Return the mixes of a JSON file, or the one recorded trace of a JSONL file, told by the ending.
+
+    Raise InvalidInput for a file that is neither.
+    """
     if path.name.endswith((".jsonl", ".jsonl.gz")):
+        # Read for its faults: a process of the evaluation would die of them unexplained.
+        read_trace(path)
         return (Recorded(path),)
     return read_mixes(path)
 

@@ -45,7 +45,11 @@ def register(app: typer.Typer) -> None:
 def status(
     url: UrlOption,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit code 1 unless every engine is attached and its shadow runs.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Exit code 1 unless every engine is attached, its shadow runs and its control file is obeyed.",
+        ),
     ] = False,
     api_key: KeyOption = None,
     output: OutputOption = Format.TABLE,

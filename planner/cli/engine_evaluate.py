@@ -21,7 +21,8 @@ def evaluate(
     mixes: Annotated[
         str,
         typer.Option(
-            metavar="FILE|mixes|drift|curves", help="Traffic: a JSON file (docs/engine-evaluation.md), or ours."
+            metavar="FILE|mixes|drift|curves",
+            help="Traffic: a JSON file or a trace in JSONL (docs/engine-evaluation.md), or ours.",
         ),
     ] = "mixes",
     drift: Annotated[bool, typer.Option("--drift", help="Short for --mixes drift.")] = False,
@@ -168,8 +169,7 @@ def _tables(result: dict[str, Any], settings: "Settings") -> list[Table]:
         )
         for row in rows
     ]
-    title = (
-        f"hit rate, % of prompt tokens, {settings.blocks} blocks, {len(settings.seeds)} seeds, by {settings.manager}"
-    )
+    seeds = f"{len(settings.seeds)} seed{'s' if len(settings.seeds) > 1 else ''}"
+    title = f"hit rate, % of prompt tokens, {settings.blocks} blocks, {seeds}, by {settings.manager}"
     summary = [(name, f"{100 * gain:+.2f}") for name, gain in result["summary"]["mean_gain_over_lru"].items()]
     return [Table(columns, cells, title), Table(("policy", "mean gain over LRU, points"), summary)]

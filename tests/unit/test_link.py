@@ -153,7 +153,7 @@ def test_no_program_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_reader_that_reads_nothing_costs_events_not_time(linked: Any) -> None:
     """With a full pipe the recorder stays in its bound and tells the gap; after stall_s the process is killed."""
-    link = linked("import time; time.sleep(600)", stall_s=0.3)
+    link = linked("import time; time.sleep(600)", stall_s=2.0)
     hashes = [bytes([at]) * 32 for at in range(200)]
     pid, slowest = link.status()["pid"], 0.0
 
@@ -172,6 +172,24 @@ def test_a_reader_that_reads_nothing_costs_events_not_time(linked: Any) -> None:
     assert slowest < 1.0
     frame = link.recorder.take(0.0)
     assert frame is None or link.status()["waiting_bytes"] >= 0
+
+
+def test_a_reader_that_stopped_is_replaced_though_its_pipe_is_not_full(linked: Any) -> None:
+    link = linked("import time; time.sleep(600)", stall_s=0.3)
+    pid = link.status()["pid"]
+    link.recorder.admitted(1.0, "a", [bytes(32)], 16, 0)
+    polled(link, lambda: link.status()["error"] is not None)
+    assert "read nothing" in link.status()["error"]
+    polled(link, lambda: link.status()["pid"] not in (pid, None))
+
+
+def test_a_reader_that_has_read_all_is_left_alone(linked: Any) -> None:
+    link = linked("import sys\nwhile sys.stdin.buffer.read(1): pass", stall_s=1.0)
+    pid = link.status()["pid"]
+    link.recorder.admitted(1.0, "a", [bytes(32)], 16, 0)
+    end = time.monotonic() + 2.5
+    polled(link, lambda: time.monotonic() > end)
+    assert (link.status()["pid"], link.status()["error"]) == (pid, None)
 
 
 def test_the_environment_starts_no_plugin() -> None:
