@@ -18,11 +18,11 @@ after the eviction that made room for it instead of before; the paper's tie (|T1
 T1 and T2 count free blocks only, so that every free block can be evicted; duplicates and orphans.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from math import ceil
 
 from engine_patch.chains import MAIN, B, ChainQueue
+from engine_patch.ghost import Ghost
 
 
 class ArcQueue(ChainQueue[B]):
@@ -36,8 +36,8 @@ class ArcQueue(ChainQueue[B]):
         super().__init__(blocks, elsewhere)
         self._num_blocks = num_blocks
         self._target = 0.0
-        self._once_ghost: OrderedDict[Hashable, None] = OrderedDict()
-        self._often_ghost: OrderedDict[Hashable, None] = OrderedDict()
+        self._once_ghost: Ghost[Hashable] = Ghost()
+        self._often_ghost: Ghost[Hashable] = Ghost()
 
     @property
     def target(self) -> float:
@@ -62,7 +62,7 @@ class ArcQueue(ChainQueue[B]):
         once_ghost, often_ghost = self._once_ghost, self._often_ghost
         if contents is not None:
             self._contents.update(zip(blocks, contents, strict=True))
-        new = state.keys().isdisjoint(blocks) and all(g.keys().isdisjoint(names) for g in (once_ghost, often_ghost))
+        new = state.keys().isdisjoint(blocks) and all(g.members.isdisjoint(names) for g in (once_ghost, often_ghost))
         befores = [*names[-2::-1], parent] if blocks else []
         for block, content, before in zip(reversed(blocks), reversed(names), befores, strict=True):
             if new:
@@ -86,12 +86,12 @@ class ArcQueue(ChainQueue[B]):
     def _returns(self, content: Hashable) -> bool:
         """Move p and forget the ghost when a content is one; tell whether it was."""
         once_ghost, often_ghost = self._once_ghost, self._often_ghost
-        if content in once_ghost:
+        if content in once_ghost.members:
             self._target = min(float(self._num_blocks), self._target + max(1.0, len(often_ghost) / len(once_ghost)))
-            del once_ghost[content]
-        elif content in often_ghost:
+            once_ghost.remove(content)
+        elif content in often_ghost.members:
             self._target = max(0.0, self._target - max(1.0, len(once_ghost) / len(often_ghost)))
-            del often_ghost[content]
+            often_ghost.remove(content)
         else:
             return False
         return True
@@ -99,12 +99,9 @@ class ArcQueue(ChainQueue[B]):
     def _trim(self) -> None:
         """Cut B1 to |T1| + |B1| <= c, then B2 to |T1| + |T2| + |B1| + |B2| <= 2c."""
         once_ghost, often_ghost = self._once_ghost, self._often_ghost
-        excess = len(self._small) + len(once_ghost) - self._num_blocks
-        for _ in range(min(excess, len(once_ghost))):
-            once_ghost.popitem(last=False)
-        excess = len(self._small) + len(self._main) + len(once_ghost) + len(often_ghost) - 2 * self._num_blocks
-        for _ in range(min(excess, len(often_ghost))):
-            often_ghost.popitem(last=False)
+        once_ghost.trim(max(0, self._num_blocks - len(self._small)))
+        free = len(self._small) + len(self._main)
+        often_ghost.trim(max(0, 2 * self._num_blocks - free - len(once_ghost)))
 
     def take(self, blocks: Iterable[B]) -> int:
         """Count one request's hits and take out those blocks that are free; return how many were."""

@@ -19,6 +19,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any, Final, Generic, TypeVar
 
+from engine_patch.ghost import Ghost
+
 B = TypeVar("B", bound=Hashable)
 MAX_FREQ: Final = 3
 MAIN: Final = MAX_FREQ + 1  # in a block's state: added to its counted hits when it belongs to main
@@ -153,7 +155,7 @@ class ChainQueue(Generic[B]):
         self,
         part: OrderedDict[B, Any],
         count: int,
-        ghost: OrderedDict[Hashable, None] | None,
+        ghost: Ghost[Hashable] | None,
         evicted: list[B],
         threshold: float = inf,
     ) -> None:
@@ -166,6 +168,7 @@ class ChainQueue(Generic[B]):
         # A chain leaves tail first: mostly the block before is the only child of this one, and its link goes with it.
         child: Any = None
         child_parent: Any = None
+        remembered: list[Hashable] = []
         end = len(evicted) + count
         while len(evicted) < end:
             block, parent = pop(last=False)
@@ -182,8 +185,8 @@ class ChainQueue(Generic[B]):
                 self._unlink(child_parent, child)
                 child_parent = None
             alone = elsewhere is None or not elsewhere(block, content)
-            if ghost is not None and alone:
-                ghost[content] = None
+            if alone:
+                remembered.append(content)
             kid = kids.pop(content, None)
             if kid is not None and kid is not child and kid != child:
                 kids[content] = kid
@@ -194,6 +197,8 @@ class ChainQueue(Generic[B]):
             child, child_parent = block, parent
             if front:
                 break
+        if ghost is not None and remembered:
+            ghost.add(remembered)
         if child_parent is not None:
             self._unlink(child_parent, child)
 

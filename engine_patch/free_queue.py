@@ -19,7 +19,7 @@ from typing import Any
 from engine_patch.free_queue_arc import ArcSegments
 from engine_patch.free_queue_s3fifo import S3FifoSegments
 from engine_patch.free_queue_segments import KNOWN_METHODS
-from engine_patch.free_queue_state import BUMP, FRONT, MAIN, Block, LinkedState, Queue, hashed
+from engine_patch.free_queue_state import BUMP, FREQ, FRONT, MAIN, Block, LinkedState, Queue, hashed
 from engine_patch.policy import POLICIES, S3FIFO
 
 __all__ = [
@@ -44,7 +44,12 @@ def queue_classes(stock: type) -> Mapping[str, type]:
         for policy in POLICIES:
             if policy in S3FIFO:
                 percent, threshold = S3FIFO[policy]
-                members = {"__doc__": S3FifoSegments.__doc__, "small_percent": percent, "threshold": threshold}
+                members = {
+                    "__doc__": S3FifoSegments.__doc__,
+                    "small_percent": percent,
+                    "threshold": threshold,
+                    "hit_enough": bytes(range(threshold, FREQ + 1)),
+                }
                 known[policy] = type("S3FifoFreeBlockQueue", (S3FifoSegments, stock), members)
             elif policy == "arc":
                 known[policy] = type("ArcFreeBlockQueue", (ArcSegments, stock), {"__doc__": ArcSegments.__doc__})

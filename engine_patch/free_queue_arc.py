@@ -7,8 +7,11 @@
 
 import math
 
-from engine_patch.free_queue_segments import NOTHING, Segments, sort_out
+from engine_patch.free_queue_segments import BARE, NOTHING, Segments, sort_out
 from engine_patch.free_queue_state import BRANCH, COPY, FREQ, MAIN, Block, leave
+from engine_patch.ghost import Ghost
+
+SEEN = bytes(range(1, MAIN + FREQ + 1))  # the bytes of blocks that go to T2, but for BRANCH
 
 
 class ArcSegments(Segments):
@@ -21,35 +24,35 @@ class ArcSegments(Segments):
         ids = [block.block_id for block in blocks]
         marks = bytes(map(mark.__getitem__, ids))
         free = self.num_free_blocks - state.num_front
-        unhashed: list[Block] = []
-        surplus: list[Block] = []
-        if not marks.strip(NOTHING) and all(contents):
-            if once_ghost.keys().isdisjoint(contents) and often_ghost.keys().isdisjoint(contents):
-                # As below, for all at a time.
-                count = len(blocks)
-                excess = free - state.num_main + count + len(once_ghost) - size
-                for _ in range(min(count, excess, len(once_ghost))):
-                    once_ghost.popitem(last=False)
-                self._trim(free + count)
-                return unhashed, surplus, blocks, []
-            rest = list(zip(blocks, ids, contents, marks, strict=True))
-        else:
-            unhashed, surplus, rest = sort_out(state, blocks, ids, contents, marks)
+        if all(contents):
+            # As below for all at a time, when new blocks come first, then those of T2 and those that were hit.
+            seen_last = marks.translate(BARE).lstrip(NOTHING)
+            usual = not seen_last.lstrip(SEEN)
+            if usual and all(ghost.members.isdisjoint(contents) for ghost in (once_ghost, often_ghost)):
+                new = len(blocks) - len(seen_last)
+                over = min(new, free - state.num_main + new + len(once_ghost) - size)
+                if over > 0:
+                    once_ghost.trim(max(0, len(once_ghost) - over))
+                for block_id in ids[new:]:
+                    mark[block_id] = mark[block_id] & BRANCH | MAIN
+                self._trim(free + len(blocks))
+                return [], [], blocks[:new], blocks[new:]
+        unhashed, surplus, rest = sort_out(state, blocks, ids, contents, marks)
         once: list[Block] = []
         often: list[Block] = []
         for block, block_id, content, known in rest:
-            if content in once_ghost:
+            if content in once_ghost.members:
                 ratio = len(often_ghost) / len(once_ghost)
-                del once_ghost[content]
+                once_ghost.remove(content)
                 state.target = min(float(size), state.target + max(1.0, ratio))
-            elif content in often_ghost:
+            elif content in often_ghost.members:
                 ratio = len(once_ghost) / len(often_ghost)
-                del often_ghost[content]
+                often_ghost.remove(content)
                 state.target = max(0.0, state.target - max(1.0, ratio))
             elif not known & (MAIN | FREQ):
                 once.append(block)
                 if once_ghost and free - state.num_main + len(once) + len(once_ghost) > size:
-                    once_ghost.popitem(last=False)
+                    once_ghost.trim(len(once_ghost) - 1)
                 mark[block_id] = known
                 self._trim(free + len(once) + len(often))
                 continue
@@ -61,9 +64,9 @@ class ArcSegments(Segments):
     def _trim(self, free: int) -> None:
         """Keep what is free with a hash and what is remembered within two pools."""
         state = self.wakman
-        excess = free + len(state.ghost) + len(state.ghost_main) - 2 * state.capacity
-        for _ in range(min(excess, len(state.ghost_main))):
-            state.ghost_main.popitem(last=False)
+        ghost = state.ghost_main
+        if ghost and free + len(state.ghost) + len(ghost) > 2 * state.capacity:
+            ghost.trim(max(0, 2 * state.capacity - free - len(state.ghost)))
 
     def _evict(self, count: int, evicted: list[Block]) -> None:
         state = self.wakman
@@ -90,7 +93,8 @@ class ArcSegments(Segments):
         mark, child = state.mark, state.child
         ghost = state.ghost_main if segment else state.ghost
         cache = state.pool.cached_block_hash_to_block._cache
-        taken = 0
+        remembered: list[bytes] = []
+        take, remember = evicted.append, remembered.append
         before = block.prev_free_block
         below: bytes | None = None
         try:
@@ -102,9 +106,8 @@ class ArcSegments(Segments):
                 kid = child[block_id]
                 if kid is not below and kid is not None and kid in cache:
                     break
-                ghost[content] = None
-                evicted.append(block)
-                taken += 1
+                take(block)
+                remember(content)
                 mark[block_id] = 0
                 below = content
                 after = block.next_free_block
@@ -113,14 +116,17 @@ class ArcSegments(Segments):
         finally:
             before.next_free_block = block
             block.prev_free_block = before
+            taken = len(remembered)
             self.num_free_blocks -= taken
             if segment:
                 state.num_main -= taken
                 state.main_first = block
+        if taken:
+            ghost.add(remembered)
         if taken < count:
             self._evict_one(block, ghost, evicted)
 
-    def _evict_one(self, block: Block, ghost: "dict[bytes, None] | None", evicted: list[Block]) -> None:
+    def _evict_one(self, block: Block, ghost: Ghost[bytes] | None, evicted: list[Block]) -> None:
         """Evict a block, whatever there is to know of it."""
         content = block._block_hash
         self.remove(block)
@@ -128,4 +134,4 @@ class ArcSegments(Segments):
         if content is None:
             self.wakman.mark[block.block_id] = 0
         elif leave(self.wakman, block, content) and ghost is not None:
-            ghost[content] = None
+            ghost.add([content])

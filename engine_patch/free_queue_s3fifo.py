@@ -8,7 +8,7 @@
 
 from typing import ClassVar
 
-from engine_patch.free_queue_segments import NOTHING, Segments, sort_out
+from engine_patch.free_queue_segments import BARE, NOTHING, OF_MAIN, Segments, sort_out
 from engine_patch.free_queue_state import BRANCH, COPY, FREQ, MAIN, Block, leave
 
 
@@ -17,6 +17,7 @@ class S3FifoSegments(Segments):
 
     small_percent: ClassVar[int] = 10
     threshold: ClassVar[int] = 1
+    hit_enough: ClassVar[bytes] = bytes(range(1, FREQ + 1))  # from the threshold on
 
     def _choose(self, blocks: list[Block]) -> tuple[list[Block], list[Block], list[Block], list[Block]]:
         state = self.wakman
@@ -24,14 +25,17 @@ class S3FifoSegments(Segments):
         contents = [block._block_hash for block in blocks]
         ids = [block.block_id for block in blocks]
         marks = bytes(map(mark.__getitem__, ids))
-        if not marks.strip(NOTHING) and all(contents):
-            if ghost.keys().isdisjoint(contents):
-                return [], [], blocks, []
-            unhashed: list[Block] = []
-            surplus: list[Block] = []
-            rest = list(zip(blocks, ids, contents, marks, strict=True))
-        else:
-            unhashed, surplus, rest = sort_out(state, blocks, ids, contents, marks)
+        if all(contents):
+            # As below for all at a time, when new blocks come first, then those hit enough, then those of main.
+            known_first = marks.translate(BARE).lstrip(NOTHING)
+            main_last = known_first.lstrip(self.hit_enough)
+            until = len(blocks) - len(main_last)
+            if not main_last.lstrip(OF_MAIN) and ghost.members.isdisjoint(contents[:until]):
+                new = len(blocks) - len(known_first)
+                for block_id in ids[new:until]:
+                    mark[block_id] = mark[block_id] & BRANCH | MAIN
+                return [], [], blocks[:new], blocks[new:]
+        unhashed, surplus, rest = sort_out(state, blocks, ids, contents, marks)
         small: list[Block] = []
         main: list[Block] = []
         for block, block_id, content, known in rest:
@@ -39,9 +43,9 @@ class S3FifoSegments(Segments):
             if known & MAIN:
                 main.append(block)
                 continue
-            found = content in ghost
+            found = content in ghost.members
             if found:
-                del ghost[content]
+                ghost.remove(content)
             if found or known & FREQ >= threshold:
                 mark[block_id] = known & ~FREQ | MAIN
                 main.append(block)
@@ -83,7 +87,8 @@ class S3FifoSegments(Segments):
         state = self.wakman
         mark, child = state.mark, state.child
         cache = state.pool.cached_block_hash_to_block._cache
-        ghost, take, taken = state.ghost, evicted.append, 0
+        remembered: list[bytes] = []
+        take, remember = evicted.append, remembered.append
         head = self.fake_free_list_head
         block = head.next_free_block
         below: bytes | None = None
@@ -96,9 +101,8 @@ class S3FifoSegments(Segments):
                 kid = child[block_id]
                 if kid is not below and kid is not None and kid in cache:
                     break
-                ghost[content] = None
                 take(block)
-                taken += 1
+                remember(content)
                 below = content
                 after = block.next_free_block
                 block.prev_free_block = block.next_free_block = None
@@ -106,10 +110,11 @@ class S3FifoSegments(Segments):
         finally:
             head.next_free_block = block
             block.prev_free_block = head
+            taken = len(remembered)
             self.num_free_blocks -= taken
-        forget = ghost.popitem
-        for _ in range(len(ghost) - state.capacity):
-            forget(False)
+        if taken:
+            state.ghost.add(remembered)
+            state.ghost.trim(state.capacity)
         if taken < count:
             self._evict_one_small(block, evicted)
 
@@ -127,9 +132,8 @@ class S3FifoSegments(Segments):
         if content is None:
             state.mark[block_id] = 0
         elif leave(state, block, content):
-            state.ghost[content] = None
-            if len(state.ghost) > state.capacity:
-                state.ghost.popitem(last=False)
+            state.ghost.add([content])
+            state.ghost.trim(state.capacity)
 
     def _evict_main(self, count: int, evicted: list[Block]) -> None:
         """Evict up to `count` blocks from main's head, those with hits get another turn; fewer when orphans come up."""

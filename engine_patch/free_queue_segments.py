@@ -9,7 +9,7 @@
 
 from typing import Any
 
-from engine_patch.free_queue_state import COPY, FREQ, FRONT, MAIN, Block, LinkedState, add_to_front, leave
+from engine_patch.free_queue_state import BRANCH, COPY, FREQ, FRONT, MAIN, Block, LinkedState, add_to_front, leave
 
 # The public methods of vLLM's queue that are known, 0.14 to 0.32; a later one might move blocks unseen by us.
 KNOWN_METHODS = frozenset(
@@ -26,6 +26,8 @@ KNOWN_METHODS = frozenset(
 )
 
 NOTHING = b"\0"  # the byte of a block of which nothing is known
+OF_MAIN = bytes(range(MAIN, MAIN + FREQ + 1))  # the bytes of main's blocks, but for BRANCH
+BARE = bytes(m & ~BRANCH for m in range(256))
 Sorted = tuple[Block, int, bytes, int]  # a block, its id, the hash of its content, its byte
 
 

@@ -16,9 +16,10 @@
    stands at the head; it leaves no ghost and no orphans, since its content is not known any more.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from engine_patch.ghost import Ghost
 
 # A block's byte: counted hits 0 … 3, and flags.
 FREQ = 3
@@ -72,8 +73,8 @@ class LinkedState:
         self.child: list[bytes | None] = [None] * self.num_blocks
         self.more: dict[int, set[bytes]] = {}
         self.limits: dict[int, int] = {}
-        self.ghost: OrderedDict[bytes, None] = OrderedDict()
-        self.ghost_main: OrderedDict[bytes, None] = OrderedDict()
+        self.ghost: Ghost[bytes] = Ghost()
+        self.ghost_main: Ghost[bytes] = Ghost()
         self.target = 0.0
         self.num_front = self.num_main = 0
         self.front_last: Block = queue.fake_free_list_head
@@ -81,8 +82,8 @@ class LinkedState:
 
     def drop_ghosts(self) -> None:
         """Remember no evicted content any more."""
-        self.ghost = OrderedDict()
-        self.ghost_main = OrderedDict()
+        self.ghost = Ghost()
+        self.ghost_main = Ghost()
         self.target = 0.0
 
     def start_anew(self) -> None:
@@ -144,8 +145,7 @@ def hashed(state: LinkedState, blocks: Sequence[Block], first: int, until: int, 
     for at, block in enumerate(run):
         copies = cache.get(block._block_hash)
         if type(copies) is dict:
-            # The older of three or more are marked already: a content may stand in thousands of blocks.
-            for copy in copies.values() if len(copies) == 2 else (block,):
+            for copy in copies.values():
                 mark[copy.block_id] |= COPY
             if block is not run[-1]:
                 _link(state, next(iter(copies)), run[at + 1]._block_hash)
@@ -185,8 +185,7 @@ def leave(state: LinkedState, block: Block, content: bytes) -> bool:
     mark[block_id] = 0
     copies = cache.get(content)
     if type(copies) is dict:
-        # The newest first: it is the likeliest to live, and a content may stand in thousands of blocks.
-        for copy in reversed(copies.values()):
+        for copy in copies.values():
             # A block evicted in this very call is still in the map, but neither linked nor in use.
             if copy is not block and (copy.ref_cnt or copy.next_free_block is not None):
                 for kid in kids:

@@ -20,10 +20,10 @@ sizes of small and main, 2-bit counter, main at the first hit). Ours: the rule t
 that was hit leaves the queue and comes back at a tail (it was pinned meanwhile), duplicates and orphans.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from engine_patch.chains import MAIN, MAX_FREQ, B, ChainQueue
+from engine_patch.ghost import Ghost
 
 
 class S3FifoQueue(ChainQueue[B]):
@@ -45,7 +45,7 @@ class S3FifoQueue(ChainQueue[B]):
         self._small_weight = 100 - small_percent
         self._main_weight = small_percent
         self._threshold = threshold
-        self._ghost: OrderedDict[Hashable, None] = OrderedDict()
+        self._ghost: Ghost[Hashable] = Ghost()
 
     def hit(self, block: B) -> None:
         """Count a hit on a block, free or in use."""
@@ -70,7 +70,7 @@ class S3FifoQueue(ChainQueue[B]):
         ghost, threshold = self._ghost, self._threshold
         if contents is not None:
             self._contents.update(zip(blocks, contents, strict=True))
-        new = state.keys().isdisjoint(blocks) and ghost.keys().isdisjoint(names)
+        new = state.keys().isdisjoint(blocks) and ghost.members.isdisjoint(names)
         befores = [*names[-2::-1], parent] if blocks else []
         for block, content, before in zip(reversed(blocks), reversed(names), befores, strict=True):
             if new:
@@ -78,8 +78,8 @@ class S3FifoQueue(ChainQueue[B]):
             elif (known := state.get(block, 0)) >= MAIN:
                 main[block] = before
             else:
-                if content in ghost:
-                    del ghost[content]
+                if content in ghost.members:
+                    ghost.remove(content)
                     known = threshold
                 if known >= threshold:
                     state[block] = MAIN
@@ -124,8 +124,7 @@ class S3FifoQueue(ChainQueue[B]):
             else:
                 over = len(main) - (len(small) * small_weight // main_weight if small else 0)
                 self._evict_heads(main, min(wanted, over), None, evicted, MAIN + 1)
-        for _ in range(len(ghost) - self._num_blocks):
-            ghost.popitem(last=False)
+        ghost.trim(self._num_blocks)
         return evicted
 
     def reset(self) -> None:

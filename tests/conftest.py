@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from replay.processes import Process, answers_ping, free_ports, wait_ready
 from replay.programs import valkey_program
+
+# No timing decides a test: an example may take as long as a busy machine needs. Hypothesis' own profile for CI is the same.
+settings.register_profile("patient", settings(), deadline=None)
+settings.load_profile("patient")
 
 # These run in vLLM's environment: `make engine`.
 collect_ignore = ["engine"]
