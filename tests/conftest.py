@@ -11,7 +11,7 @@ from hypothesis import settings
 from replay.processes import Process, answers_ping, free_ports, wait_ready
 from replay.programs import valkey_program
 
-# No timing decides a test: an example may take as long as a busy machine needs. Hypothesis' own profile for CI is the same.
+# No timing decides a test: an example may take as long as a busy machine needs, as in the profile for CI.
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
 
