@@ -1,9 +1,11 @@
 """Runs the cases of an evaluation in processes of their own, in this interpreter or in that of a vLLM environment.
 
 1. `main` reads one JSON document from standard input: {"settings": …, "cases": [[mix, seed, [name, …]], …],
-   "processes": n}. It writes each finished run as a line of JSON to standard output, in whatever order they end.
+   "processes": n, "parent": pid}. It writes each finished run as a line of JSON to standard output, in whatever order
+   they end.
 2. It imports numpy and the standard library alone, and vLLM where the settings ask for its block manager.
 3. `run` starts it under the chosen interpreter, hands on each line, and says why when it dies.
+4. It ends with whoever started it, and its own processes with it, however that one ends.
 
 Used as `python -m replay.evaluation_process` by `cacheroute engine evaluate`.
 """
@@ -20,6 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from engine_patch.shadow_process import die_with
 from replay.evaluation import Settings, run_case
 from replay.mixes import Traffic
 from replay.scenarios import Recorded
@@ -40,7 +43,9 @@ def run(
 
     Raise InvalidInput, with the last words of the process, when it cannot be started or fails.
     """
-    order = json.dumps({"settings": asdict(settings), "cases": list(cases), "processes": processes})
+    order = json.dumps(
+        {"settings": asdict(settings), "cases": list(cases), "processes": processes, "parent": os.getpid()}
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(_PROJECT), os.getenv("PYTHONPATH"))))}
     # Each process has work for one core; vLLM's torch would else start threads for all of them.
     environment |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -90,13 +95,16 @@ def _talk(process: "subprocess.Popen[str]", order: str, done: Callable[[dict[str
 def main() -> None:
     """Do what standard input says."""
     order = json.load(sys.stdin)
+    die_with(order["parent"])
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in order["settings"].items()
     }
     settings = Settings(**given)
     wanted = {(str(mix), int(seed)): names for mix, seed, names in order["cases"]}
     # Spawned, not forked: vLLM's imports start threads.
-    with ProcessPoolExecutor(max(1, order["processes"]), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        max(1, order["processes"]), mp_context=get_context("spawn"), initializer=die_with, initargs=(os.getpid(),)
+    ) as pool:
         futures = [
             pool.submit(_lines, traffic, seed, wanted[traffic.name, seed], settings)
             for traffic, seed in settings.cases()
