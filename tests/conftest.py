@@ -1,6 +1,7 @@
 """What tests of every kind share: a real Valkey, a pool of its own for each test, and where whole traces are."""
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from replay.programs import valkey_program
 # No timing decides a test: an example may take as long as a busy machine needs, as in the profile for CI.
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
+
+# A shell's background job has SIGINT ignored, and so would have whatever a test starts and then interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These run in vLLM's environment: `make engine`.
 collect_ignore = ["engine"]
