@@ -145,7 +145,8 @@ def hashed(state: LinkedState, blocks: Sequence[Block], first: int, until: int, 
     for at, block in enumerate(run):
         copies = cache.get(block._block_hash)
         if type(copies) is dict:
-            for copy in copies.values():
+            # The older of three or more are marked already: a content may stand in thousands of blocks.
+            for copy in copies.values() if len(copies) == 2 else (block,):
                 mark[copy.block_id] |= COPY
             if block is not run[-1]:
                 _link(state, next(iter(copies)), run[at + 1]._block_hash)
@@ -185,7 +186,8 @@ def leave(state: LinkedState, block: Block, content: bytes) -> bool:
     mark[block_id] = 0
     copies = cache.get(content)
     if type(copies) is dict:
-        for copy in copies.values():
+        # The newest first: it is the likeliest to live, and a content may stand in thousands of blocks.
+        for copy in reversed(copies.values()):
             # A block evicted in this very call is still in the map, but neither linked nor in use.
             if copy is not block and (copy.ref_cnt or copy.next_free_block is not None):
                 for kid in kids:
