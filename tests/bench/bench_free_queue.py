@@ -1,6 +1,6 @@
 """What our free-block queues cost beside vLLM's own; goals: 1.25 times stock on the whole path, 25 ms a switch.
 
-Run by a Python that has vLLM, from the repository's root: `PYTHONPATH=. python tests/bench/bench_free_queue.py`.
+Run as `python tests/bench/bench_free_queue.py`; without vLLM it goes on in the environment of `make engine`.
 1. Whole path: vLLM's own KVCacheManager (look-up, allocation, caching, free) on three patterns with the pool full, the
    same requests for every queue, in turns of some 0.1 s; hits and hashes are told as an attached engine tells them.
 2. Single operations of the block pool, 1, 16 and 256 blocks a call.
@@ -10,17 +10,22 @@ Figures are CPU time, min / median / max over the rounds, and the ratio to stock
 
 import argparse
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from stats import machine, spread
 
-from engine_patch import free_queue
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from engine_patch import free_queue  # noqa: E402  # where it is run as a file, the root is not on the path
 
 POLICIES = ("stock", "lru", "s3fifo", "arc")
 IN_FLIGHT = 8
@@ -305,6 +310,15 @@ def switches(num_blocks: int, rounds: int) -> None:
         print(f"  {name:26} {spread(values, 3)}", flush=True)
 
 
+def within_vllm() -> NoReturn:
+    """Become the same program in the newest vLLM's environment, which is installed when need be."""
+    from tests.engine.environment import NEWEST, python_of
+
+    python, before = python_of(NEWEST)
+    path = os.pathsep.join(map(str, (*before, ROOT)))
+    os.execve(python, [str(python), *sys.argv], {**os.environ, "PYTHONPATH": path})
+
+
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -314,8 +328,10 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=list(POLICIES))
     parser.add_argument("--patterns", nargs="*", default=list(PATTERNS))
     options = parser.parse_args()
-    import vllm
-
+    try:
+        import vllm
+    except ModuleNotFoundError:
+        within_vllm()
     print(f"free-block queues in vLLM {vllm.__version__} ({machine()})")
     for num_blocks in options.blocks:
         if "path" in options.only:
