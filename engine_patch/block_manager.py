@@ -116,7 +116,6 @@ class _Adopted:
         self._queue = self._pool.free_block_queue
         self._state = free_queue.adopt(self._queue, self._pool)
         coordinator, state = manager.coordinator, self._state
-        contents = self._pool.cached_block_hash_to_block
         taken, cached = coordinator.allocate_new_computed_blocks, self._pool.cache_full_blocks
 
         def allocate_new_computed_blocks(*args: Any, **kwargs: Any) -> Any:
@@ -125,6 +124,7 @@ class _Adopted:
             return taken(*args, **kwargs)
 
         def cache_full_blocks(*args: Any, **kwargs: Any) -> Any:
+            contents = self._pool.cached_block_hash_to_block  # another one after a reset
             before = len(contents)
             done = cached(*args, **kwargs)
             given = dict(zip(_CACHE_FULL_BLOCKS, args, strict=False)) | kwargs

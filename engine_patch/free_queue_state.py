@@ -38,7 +38,7 @@ Queue = Any  # vLLM's FreeKVCacheBlockQueue, or our subclass
 
 
 class LinkedState:
-    """The side state of one pool's queue; about 9 bytes a block, and 0.2 kB for each remembered ghost."""
+    """The side state of one pool's queue; about 9 bytes a block, and what the ghosts remember."""
 
     __slots__ = (
         "capacity",

@@ -19,7 +19,7 @@ STALE = 256  # stale places that are never too many
 
 
 class Ghost(Generic[C]):
-    """Remembered contents, oldest first; `members` is for look-ups only. About 0.1 kB each beside the contents."""
+    """Remembered contents, oldest first; `members` is for look-ups only."""
 
     __slots__ = ("_log", "_num_stale", "_stale", "members")
 

@@ -294,6 +294,7 @@ def switches(num_blocks: int, rounds: int) -> None:
         free_queue.switch(empty.manager.block_pool.free_block_queue, empty.state, "s3fifo")
         fresh.append((time.process_time() - started) * 1e3)
     figures["lru -> s3fifo, all empty"] = fresh
+    checks: list[float] = []
     while path.blocks < 6 * num_blocks:
         path.run([next(source) for _ in range(200)])
     for _ in range(rounds):
@@ -302,10 +303,14 @@ def switches(num_blocks: int, rounds: int) -> None:
             started = time.process_time()
             free_queue.switch(queue, state, policy)
             figures.setdefault(name, []).append((time.process_time() - started) * 1e3)
+            started = time.process_time()
+            assert free_queue.check(queue, state, path.manager.block_pool) is None
+            checks.append((time.process_time() - started) * 1e3)
             # Enough for full ghosts.
             done = path.blocks
             while path.blocks < done + 3 * num_blocks:
                 path.run([next(source) for _ in range(200)])
+    figures["the check that follows"] = checks
     for name, values in figures.items():
         print(f"  {name:26} {spread(values, 3)}", flush=True)
 
