@@ -129,7 +129,7 @@ def reset(state: LinkedState) -> None:
 
 
 def check(queue: Queue, state: LinkedState, pool: Any) -> str | None:
-    """Return what is wrong with list and state, None when nothing is; O(n), about 0.3 µs a block."""
+    """Return what is wrong with list and state, None when nothing is; O(n), 0.3 to 0.5 µs a block."""
     head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
     if queue.wakman is not state or pool.free_block_queue is not queue or state.pool is not pool:
         return "the queue is not the pool's, or the state not the queue's"
