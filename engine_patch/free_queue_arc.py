@@ -7,11 +7,11 @@
 
 import math
 
-from engine_patch.free_queue_segments import BARE, NOTHING, Segments, sort_out
-from engine_patch.free_queue_state import BRANCH, COPY, FREQ, MAIN, Block, leave
+from engine_patch.free_queue_segments import BARE, NOTHING, OF_MAIN, Freed, Segments
+from engine_patch.free_queue_state import BRANCH, COPY, FREQ, LINKED, MAIN, Block, leave
 from engine_patch.ghost import Ghost
 
-SEEN = bytes(range(1, MAIN + FREQ + 1))  # the bytes of blocks that go to T2, but for BRANCH
+COUNTED = bytes(range(1, FREQ + 1))  # the bytes of blocks that were hit and are not of T2 yet, but for BRANCH
 
 
 class ArcSegments(Segments):
@@ -20,27 +20,33 @@ class ArcSegments(Segments):
     def _choose(self, blocks: list[Block]) -> tuple[list[Block], list[Block], list[Block], list[Block]]:
         state = self.wakman
         mark, once_ghost, often_ghost, size = state.mark, state.ghost, state.ghost_main, state.capacity
-        contents = [block._block_hash for block in blocks]
-        ids = [block.block_id for block in blocks]
-        marks = bytes(map(mark.__getitem__, ids))
+        freed = Freed(state, blocks)
+        blocks = freed.blocks
         free = self.num_free_blocks - state.num_front
-        if all(contents):
-            # As below for all at a time, when new blocks come first, then those of T2 and those that were hit.
-            seen_last = marks.translate(BARE).lstrip(NOTHING)
-            usual = not seen_last.lstrip(SEEN)
-            if usual and all(ghost.members.isdisjoint(contents) for ghost in (once_ghost, often_ghost)):
-                new = len(blocks) - len(seen_last)
-                over = min(new, free - state.num_main + new + len(once_ghost) - size)
-                if over > 0:
-                    once_ghost.trim(max(0, len(once_ghost) - over))
-                for block_id in ids[new:]:
-                    mark[block_id] = mark[block_id] & BRANCH | MAIN
-                self._trim(free + len(blocks))
-                return [], [], blocks[:new], blocks[new:]
-        unhashed, surplus, rest = sort_out(state, blocks, ids, contents, marks)
+        # As below for all at a time, when new blocks come first, then those that were hit, then those of T2: of the
+        # last ones no content is in a ghost.
+        seen_last = freed.marks.translate(BARE).lstrip(NOTHING)
+        often_last = seen_last.lstrip(COUNTED)
+        until = len(blocks) - len(often_last)
+        unknown = [block._block_hash for block in blocks[:until]]
+        if (
+            not often_last.lstrip(OF_MAIN)
+            and once_ghost.members.isdisjoint(unknown)
+            and often_ghost.members.isdisjoint(unknown)
+        ):
+            new = len(blocks) - len(seen_last)
+            over = min(new, free - state.num_main + new + len(once_ghost) - size)
+            if over > 0:
+                once_ghost.trim(max(0, len(once_ghost) - over))
+            for block in blocks[new:until]:
+                block_id = block.block_id
+                mark[block_id] = mark[block_id] & LINKED | MAIN
+            self._trim(free + len(blocks))
+            return freed.unhashed, freed.surplus, blocks[:new], blocks[new:]
         once: list[Block] = []
         often: list[Block] = []
-        for block, block_id, content, known in rest:
+        for block, known in zip(blocks, freed.marks, strict=True):
+            content = block._block_hash
             if content in once_ghost.members:
                 ratio = len(often_ghost) / len(once_ghost)
                 once_ghost.remove(content)
@@ -53,13 +59,12 @@ class ArcSegments(Segments):
                 once.append(block)
                 if once_ghost and free - state.num_main + len(once) + len(once_ghost) > size:
                     once_ghost.trim(len(once_ghost) - 1)
-                mark[block_id] = known
                 self._trim(free + len(once) + len(often))
                 continue
             often.append(block)
-            mark[block_id] = known & ~FREQ | MAIN
+            mark[block.block_id] = known & ~FREQ | MAIN
             self._trim(free + len(once) + len(often))
-        return unhashed, surplus, once, often
+        return freed.unhashed, freed.surplus, once, often
 
     def _trim(self, free: int) -> None:
         """Keep what is free with a hash and what is remembered within two pools."""

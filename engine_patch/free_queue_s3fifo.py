@@ -8,8 +8,8 @@
 
 from typing import ClassVar
 
-from engine_patch.free_queue_segments import BARE, NOTHING, OF_MAIN, Segments, sort_out
-from engine_patch.free_queue_state import BRANCH, COPY, FREQ, MAIN, Block, leave
+from engine_patch.free_queue_segments import BARE, NOTHING, OF_MAIN, Freed, Segments
+from engine_patch.free_queue_state import BRANCH, COPY, FREQ, LINKED, MAIN, Block, leave
 
 
 class S3FifoSegments(Segments):
@@ -22,36 +22,34 @@ class S3FifoSegments(Segments):
     def _choose(self, blocks: list[Block]) -> tuple[list[Block], list[Block], list[Block], list[Block]]:
         state = self.wakman
         mark, ghost, threshold = state.mark, state.ghost, self.threshold
-        contents = [block._block_hash for block in blocks]
-        ids = [block.block_id for block in blocks]
-        marks = bytes(map(mark.__getitem__, ids))
-        if all(contents):
-            # As below for all at a time, when new blocks come first, then those hit enough, then those of main.
-            known_first = marks.translate(BARE).lstrip(NOTHING)
-            main_last = known_first.lstrip(self.hit_enough)
-            until = len(blocks) - len(main_last)
-            if not main_last.lstrip(OF_MAIN) and ghost.members.isdisjoint(contents[:until]):
-                new = len(blocks) - len(known_first)
-                for block_id in ids[new:until]:
-                    mark[block_id] = mark[block_id] & BRANCH | MAIN
-                return [], [], blocks[:new], blocks[new:]
-        unhashed, surplus, rest = sort_out(state, blocks, ids, contents, marks)
+        freed = Freed(state, blocks)
+        blocks = freed.blocks
+        # As below for all at a time, when new blocks come first, then those hit enough, then those of main.
+        known_first = freed.marks.translate(BARE).lstrip(NOTHING)
+        main_last = known_first.lstrip(self.hit_enough)
+        until = len(blocks) - len(main_last)
+        if not main_last.lstrip(OF_MAIN) and ghost.members.isdisjoint([block._block_hash for block in blocks[:until]]):
+            new = len(blocks) - len(known_first)
+            for block in blocks[new:until]:
+                block_id = block.block_id
+                mark[block_id] = mark[block_id] & LINKED | MAIN
+            return freed.unhashed, freed.surplus, blocks[:new], blocks[new:]
         small: list[Block] = []
         main: list[Block] = []
-        for block, block_id, content, known in rest:
-            mark[block_id] = known
+        for block, known in zip(blocks, freed.marks, strict=True):
             if known & MAIN:
                 main.append(block)
                 continue
+            content = block._block_hash
             found = content in ghost.members
             if found:
                 ghost.remove(content)
             if found or known & FREQ >= threshold:
-                mark[block_id] = known & ~FREQ | MAIN
+                mark[block.block_id] = known & ~FREQ | MAIN
                 main.append(block)
             else:
                 small.append(block)
-        return unhashed, surplus, small, main
+        return freed.unhashed, freed.surplus, small, main
 
     def _evict(self, count: int, evicted: list[Block]) -> None:
         state = self.wakman
@@ -140,10 +138,8 @@ class S3FifoSegments(Segments):
         state = self.wakman
         mark, child = state.mark, state.child
         cache = state.pool.cached_block_hash_to_block._cache
-        tail = self.fake_free_list_tail
         block = state.main_first
         before = block.prev_free_block
-        last = tail.prev_free_block
         below: bytes | None = None
         taken = 0
         while taken < count:
@@ -153,18 +149,7 @@ class S3FifoSegments(Segments):
             if content is None:
                 break
             if known & FREQ:
-                # Another turn; nothing to do for the list when it is the only one.
-                mark[block_id] = known - 1
-                if block is not last:
-                    after = block.next_free_block
-                    before.next_free_block = after
-                    after.prev_free_block = before
-                    last.next_free_block = block
-                    block.prev_free_block = last
-                    block.next_free_block = tail
-                    tail.prev_free_block = block
-                    state.main_first = after
-                    last, block = block, after
+                block = self._another_turn(block)
                 continue
             if known & (COPY | BRANCH):
                 break
@@ -182,8 +167,6 @@ class S3FifoSegments(Segments):
             mark[block_id] = 0
             evicted.append(block)
             taken += 1
-            if block is last:
-                last = before
             block = after
         if taken < count:
             content = block._block_hash
@@ -193,6 +176,30 @@ class S3FifoSegments(Segments):
                 mark[block.block_id] = 0
             else:
                 leave(state, block, content)
+
+    def _another_turn(self, first: Block) -> Block:
+        """Count a hit less for main's blocks from its head on, up to one without, and move them to the tail as a run.
+
+        Returns main's head. When all were hit they are where they would be.
+        """
+        state = self.wakman
+        mark = state.mark
+        tail = self.fake_free_list_tail
+        block = first
+        while block is not tail and block._block_hash is not None and (known := mark[block.block_id]) & FREQ:
+            mark[block.block_id] = known - 1
+            block = block.next_free_block
+        if block is tail:
+            return first
+        before, last, end = first.prev_free_block, block.prev_free_block, tail.prev_free_block
+        before.next_free_block = block
+        block.prev_free_block = before
+        end.next_free_block = first
+        first.prev_free_block = end
+        last.next_free_block = tail
+        tail.prev_free_block = last
+        state.main_first = block
+        return block
 
     def _link_main(self, block: Block) -> None:
         state = self.wakman

@@ -5,11 +5,14 @@
 2. A policy decides first (`_choose`) and links afterwards; when it fails, nothing is half done: the queue becomes an
    LRU queue, serves the call as such, and `state.fault` says why.
 3. Fewer than one block asked for gives none (vLLM's would count them as freed).
+4. Evicted blocks leave without their hashes where that is what vLLM would do next (free_queue_clear.py).
 """
 
+import re
 from typing import Any
 
-from engine_patch.free_queue_state import BRANCH, COPY, FREQ, FRONT, MAIN, Block, LinkedState, add_to_front, leave
+from engine_patch.free_queue_clear import clear_hashes
+from engine_patch.free_queue_state import COPY, FREQ, FRONT, LINKED, MAIN, Block, LinkedState, add_to_front, leave
 
 # The public methods of vLLM's queue that are known, 0.14 to 0.32; a later one might move blocks unseen by us.
 KNOWN_METHODS = frozenset(
@@ -26,34 +29,48 @@ KNOWN_METHODS = frozenset(
 )
 
 NOTHING = b"\0"  # the byte of a block of which nothing is known
-OF_MAIN = bytes(range(MAIN, MAIN + FREQ + 1))  # the bytes of main's blocks, but for BRANCH
-BARE = bytes(m & ~BRANCH for m in range(256))
-Sorted = tuple[Block, int, bytes, int]  # a block, its id, the hash of its content, its byte
+OF_MAIN = bytes(range(MAIN, MAIN + FREQ + 1))  # the bytes of main's blocks, but for LINKED
+BARE = bytes(m & ~LINKED for m in range(256))
+UNHASHED = 64  # in the bytes of freed blocks only: has no hash
+TO_LOOK_AT = re.compile(b"[" + re.escape(bytes(m for m in range(128) if m & (COPY | FRONT | UNHASHED))) + b"]")
 
 
-def sort_out(
-    state: LinkedState, blocks: list[Block], ids: list[int], contents: list[bytes | None], marks: bytes
-) -> tuple[list[Block], list[Block], list[Sorted]]:
-    """Split freed blocks into those without a hash, copies of a content whose oldest copy is another, and the rest."""
-    unhashed: list[Block] = []
-    surplus: list[Block] = []
-    rest: list[Sorted] = []
-    for block, block_id, content, before in zip(blocks, ids, contents, marks, strict=True):
-        if content is None:
-            unhashed.append(block)
-            continue
-        known = before
-        if known & (COPY | FRONT):
-            known &= ~FRONT
-            if known & COPY:
-                copies = state.pool.cached_block_hash_to_block._cache.get(content)
+class Freed:
+    """Freed blocks that a policy decides about, and their bytes; beside them those that it does not."""
+
+    __slots__ = ("blocks", "marks", "surplus", "unhashed")
+
+    def __init__(self, state: LinkedState, blocks: list[Block]) -> None:
+        """Sort out blocks without a hash, and copies of a content whose oldest copy is another."""
+        mark = state.mark
+        self.unhashed: list[Block] = []
+        self.surplus: list[Block] = []
+        marks = bytes([UNHASHED if block._block_hash is None else mark[block.block_id] for block in blocks])
+        if TO_LOOK_AT.search(marks):
+            self._look_at(state, blocks, marks)
+            if self.unhashed or self.surplus:
+                blocks = [block for block in blocks if not mark[block.block_id] & FRONT]
+            marks = bytes([mark[block.block_id] for block in blocks])
+        self.blocks = blocks
+        self.marks = marks
+
+    def _look_at(self, state: LinkedState, blocks: list[Block], marks: bytes) -> None:
+        """Correct the bytes of blocks that had copies when last looked at; what goes to the front gets FRONT."""
+        mark, cache = state.mark, state.pool.cached_block_hash_to_block._cache
+        for found in TO_LOOK_AT.finditer(marks):
+            at = found.start()
+            block, known = blocks[at], marks[at] & ~FRONT
+            if known == UNHASHED:
+                known = FRONT
+                self.unhashed.append(block)
+            elif known & COPY:
+                copies = cache.get(block._block_hash)
                 if type(copies) is not dict or len(copies) < 2:
                     known &= ~COPY
                 elif next(iter(copies.values())) is not block:
-                    surplus.append(block)
-                    continue
-        rest.append((block, block_id, content, known))
-    return unhashed, surplus, rest
+                    known |= FRONT
+                    self.surplus.append(block)
+            mark[block.block_id] = known
 
 
 class Segments:
@@ -89,6 +106,12 @@ class Segments:
         except Exception as error:
             stock = self._become_lru(error)
             evicted += stock.popleft_n(self, n - len(evicted))
+        if self.wakman.clears_hashes:
+            try:
+                clear_hashes(self.wakman.pool, evicted)
+            except Exception as error:
+                # What was left is vLLM's to do, as it would do it.
+                self._become_lru(error)
         return evicted
 
     def append(self, block: Block) -> None:
@@ -160,41 +183,59 @@ class Segments:
         after.prev_free_block = before
         block.prev_free_block = block.next_free_block = None
         self.num_free_blocks -= 1
-        state = self.wakman
-        mark = state.mark[block.block_id]
+        mark = self.wakman.mark[block.block_id]
         if mark > FREQ:
-            if mark & FRONT:
+            state = self.wakman
+            if mark & MAIN:
+                state.num_main -= 1
+                if block is state.main_first:
+                    state.main_first = after
+            elif mark & FRONT:
                 state.num_front -= 1
                 state.mark[block.block_id] = mark & ~FRONT
                 if block is state.front_last:
                     state.front_last = before
-            elif mark & MAIN:
-                state.num_main -= 1
-                if block is state.main_first:
-                    state.main_first = after
 
     def _evict_front(self, count: int, evicted: list[Block]) -> None:
         """Evict up to `count` of the blocks that cannot be hit."""
         state = self.wakman
-        mark = state.mark
+        mark, child = state.mark, state.child
+        cache = state.pool.cached_block_hash_to_block._cache
         head = self.fake_free_list_head
-        block = head.next_free_block
-        for _ in range(min(count, state.num_front)):
-            after = block.next_free_block
-            if block is state.front_last:
-                state.front_last = head
-            head.next_free_block = after
-            after.prev_free_block = head
-            block.prev_free_block = block.next_free_block = None
-            state.num_front -= 1
-            self.num_free_blocks -= 1
-            evicted.append(block)
-            content = block._block_hash
-            if content is None:
-                mark[block.block_id] = 0
-            else:
-                leave(state, block, content)
+        left = count
+        while left and state.num_front:
             block = head.next_free_block
+            below: bytes | None = None
+            content: bytes | None = None
+            taken = 0
+            for _ in range(min(left, state.num_front)):
+                block_id = block.block_id
+                content = block._block_hash
+                if content is not None:
+                    # Usual is a block whose only child, if it lives, has just been evicted before it.
+                    kid = child[block_id]
+                    if mark[block_id] & LINKED or (kid is not below and kid is not None and kid in cache):
+                        break
+                    below = content
+                mark[block_id] = 0
+                evicted.append(block)
+                taken += 1
+                after = block.next_free_block
+                block.prev_free_block = block.next_free_block = None
+                block = after
+                content = None
+            head.next_free_block = block
+            block.prev_free_block = head
+            state.num_front -= taken
+            self.num_free_blocks -= taken
+            if not state.num_front:
+                state.front_last = head
+            left -= taken
+            if content is not None:
+                left -= 1
+                self.remove(block)
+                evicted.append(block)
+                leave(state, block, content)
 
     def _become_lru(self, error: Exception) -> Any:
         """Go on as vLLM's own queue with the list as it stands, which is whole; return vLLM's class."""

@@ -19,6 +19,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from engine_patch.ghost import Ghost
 
 # A block's byte: counted hits 0 … 3, and flags.
@@ -28,7 +30,7 @@ FRONT = 8  # free, in the front
 COPY = 16  # its content was in several blocks when last looked at
 BRANCH = 32  # several contents follow this one
 LINKED = COPY | BRANCH
-BUMP = bytes(m + 1 if m & FREQ != FREQ else m for m in range(256))  # one more hit
+BUMP = tuple(m + 1 if m & FREQ != FREQ else m for m in range(64))  # one more hit
 ANEW = bytes(m & LINKED for m in range(256))  # neither counts nor part
 UNCOUNTED = bytes(m & ~FREQ for m in range(256))
 PRUNE_AT = 16  # hashes of children of one block, before dead ones are looked for
@@ -38,12 +40,13 @@ Queue = Any  # vLLM's FreeKVCacheBlockQueue, or our subclass
 
 
 class LinkedState:
-    """The side state of one pool's queue; about 9 bytes a block, and what the ghosts remember."""
+    """The side state of one pool's queue; about 16 bytes a block, and what the ghosts remember."""
 
     __slots__ = (
         "capacity",
         "child",
         "classes",
+        "clears_hashes",
         "fault",
         "front_last",
         "ghost",
@@ -61,15 +64,17 @@ class LinkedState:
         "target",
     )
 
-    def __init__(self, queue: Queue, pool: Any, classes: Mapping[str, type]) -> None:
+    def __init__(self, queue: Queue, pool: Any, classes: Mapping[str, type], *, clears_hashes: bool = False) -> None:
         self.queue = queue
         self.pool = pool
         self.classes = classes
         self.policy = "lru"
         self.fault: str | None = None
+        self.clears_hashes = clears_hashes
         self.num_blocks: int = len(pool.blocks)
         self.capacity = self.num_blocks - 1  # without vLLM's null block
-        self.mark = bytearray(self.num_blocks)
+        # A list: CPython 3.11 has an instruction for an item of a list, and none for one of a bytearray.
+        self.mark = [0] * self.num_blocks
         self.child: list[bytes | None] = [None] * self.num_blocks
         self.more: dict[int, set[bytes]] = {}
         self.limits: dict[int, int] = {}
@@ -89,8 +94,9 @@ class LinkedState:
     def start_anew(self) -> None:
         """Make all blocks small, but the leading ones without a hash, which are the front."""
         queue = self.queue
-        mark = self.mark = self.mark.translate(ANEW)
-        self.more = {block_id: kids for block_id, kids in self.more.items() if mark[block_id] & BRANCH}
+        self._drop_stale()
+        mark = self.mark
+        mark[:] = bytes(mark).translate(ANEW)
         last, tail, count = queue.fake_free_list_head, queue.fake_free_list_tail, 0
         block = last.next_free_block
         while block is not tail and block._block_hash is None:
@@ -102,12 +108,21 @@ class LinkedState:
 
     def drop_counts(self) -> None:
         """Forget all hits; who is in which part stays. O(n) bytes."""
-        self.mark = self.mark.translate(UNCOUNTED)
+        self.mark[:] = bytes(self.mark).translate(UNCOUNTED)
+
+    def _drop_stale(self) -> None:
+        """Forget what is kept of blocks that vLLM took while the policy was LRU, and that have no hash again yet."""
+        mark, blocks = self.mark, self.pool.blocks
+        for block_id in np.flatnonzero(np.frombuffer(bytes(mark), np.uint8) & LINKED).tolist():
+            if blocks[block_id]._block_hash is None:
+                mark[block_id] = 0
+        self.more = {block_id: kids for block_id, kids in self.more.items() if mark[block_id] & BRANCH}
+        self.limits = {block_id: self.limits[block_id] for block_id in self.more}
 
     def reset(self) -> None:
         """All hashes are gone: every free block is one that cannot be hit, in its place. O(n) bytes."""
         queue = self.queue
-        self.mark = bytearray([FRONT]) * self.num_blocks
+        self.mark[:] = [FRONT] * self.num_blocks
         self.child = [None] * self.num_blocks
         self.more, self.limits = {}, {}
         self.drop_ghosts()
@@ -119,8 +134,8 @@ class LinkedState:
 def hashed(state: LinkedState, blocks: Sequence[Block], first: int, until: int, grown: int | None = None) -> None:
     """Learn that blocks first … until - 1 of a request got their hashes just now; blocks: all that it has, in order.
 
-    grown: by how many contents the pool's map grew meanwhile, when known; it saves looking for copies. About 0.1 µs a
-    block, 0.2 µs when copies must be looked for.
+    grown: by how many contents the pool's map grew meanwhile, when known; it saves looking for copies. Under
+    0.1 µs a block, 0.2 µs when copies must be looked for.
     """
     run = blocks[first:until]
     if not run:
@@ -133,11 +148,17 @@ def hashed(state: LinkedState, blocks: Sequence[Block], first: int, until: int, 
             if type(copies) is dict:
                 _link(state, next(iter(copies)), run[0]._block_hash)
     block_id = run[0].block_id
-    mark[block_id] = 0
-    for block in run[1:]:
-        child[block_id] = block._block_hash
-        block_id = block.block_id
+    if state.policy == "lru":
+        # vLLM's own queue does not clear the byte of a block that it gives away; ours do.
         mark[block_id] = 0
+        for block in run[1:]:
+            child[block_id] = block._block_hash
+            block_id = block.block_id
+            mark[block_id] = 0
+    else:
+        for block in run[1:]:
+            child[block_id] = block._block_hash
+            block_id = block.block_id
     child[block_id] = None
     if grown == len(run):
         return

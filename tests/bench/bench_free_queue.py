@@ -294,7 +294,9 @@ def switches(num_blocks: int, rounds: int) -> None:
         free_queue.switch(empty.manager.block_pool.free_block_queue, empty.state, "s3fifo")
         fresh.append((time.process_time() - started) * 1e3)
     figures["lru -> s3fifo, all empty"] = fresh
-    checks: list[float] = []
+    slices: list[float] = []
+    lasts: list[float] = []
+    whole: list[float] = []
     while path.blocks < 6 * num_blocks:
         path.run([next(source) for _ in range(200)])
     for _ in range(rounds):
@@ -303,14 +305,24 @@ def switches(num_blocks: int, rounds: int) -> None:
             started = time.process_time()
             free_queue.switch(queue, state, policy)
             figures.setdefault(name, []).append((time.process_time() - started) * 1e3)
+            taken: list[float] = []
+            sweep = free_queue.Sweep(queue, state, path.manager.block_pool)
+            while not sweep.done:
+                started = time.process_time()
+                assert sweep.step() is None
+                taken.append((time.process_time() - started) * 1e3)
+            slices += taken[:-1]
+            lasts.append(taken[-1])
             started = time.process_time()
             assert free_queue.check(queue, state, path.manager.block_pool) is None
-            checks.append((time.process_time() - started) * 1e3)
+            whole.append((time.process_time() - started) * 1e3)
             # Enough for full ghosts.
             done = path.blocks
             while path.blocks < done + 3 * num_blocks:
                 path.run([next(source) for _ in range(200)])
-    figures["the check that follows"] = checks
+    figures["a slice of the check"] = slices
+    figures["its last, with counts"] = lasts
+    figures["all in one walk (tests)"] = whole
     for name, values in figures.items():
         print(f"  {name:26} {spread(values, 3)}", flush=True)
 

@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from engine_patch import attach, free_queue
 from engine_patch.attachment import Attachment
-from tests.engine.attached import BLOCK, DECISION, Ears, serve, started, with_ears
+from tests.engine.attached import BLOCK, DECISION, Ears, bare, serve, started, with_ears
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def _control(patch: pytest.MonkeyPatch, ears: Ears, there: Any) -> None:
 
 
 def _check(patch: pytest.MonkeyPatch, ears: Ears, there: Any) -> None:
-    patch.setattr(free_queue, "check", boom)
+    patch.setattr(free_queue.Sweep, "step", boom)
 
 
 def _switch(patch: pytest.MonkeyPatch, ears: Ears, there: Any) -> None:
@@ -154,7 +154,7 @@ def test_a_mismatch_in_the_self_check_returns_to_lru(ears: Ears, log: list[str])
 def test_a_switch_is_checked(monkeypatch: pytest.MonkeyPatch, ears: Ears) -> None:
     """Each switch is followed by a check; when that finds something the order is answered with it."""
     scheduler, _, there = started()
-    monkeypatch.setattr(free_queue, "check", lambda *_: "block 7 is in the list twice")
+    monkeypatch.setattr(free_queue.Sweep, "step", lambda _: "block 7 is in the list twice")
     told = there.set_mode("s3fifo", "test", "")
     assert told["ok"] is False
     assert "block 7 is in the list twice" in told["error"]
@@ -260,3 +260,30 @@ def test_a_second_plugin_that_wraps_our_hook_later(ears: Ears) -> None:
     assert serve(blocks, 5, first=2) == [2 * BLOCK] * 5
     assert len(seen) == 7
     assert type(pool.free_block_queue) is FreeKVCacheBlockQueue
+
+
+def test_the_check_of_a_large_pool_is_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,048 blocks before each step, so no step waits for the whole; damage in the last slice is found with it."""
+    with_ears(monkeypatch)
+    scheduler, blocks = bare(5000)
+    there = attach.attach(scheduler, {})
+    assert isinstance(there, Attachment)
+    pool = scheduler.kv_cache_manager.block_pool
+    now = time.monotonic()
+    assert there.set_mode("s3fifo", "test", "")["ok"]
+    checks = []
+    for step in range(2):
+        serve(blocks, 1, first=step)
+        assert there._hooks is not None
+        assert there._hooks.due <= now
+        there.poll(now)
+        checks.append(there.status()["self_checks"])
+    assert checks == [0, 1]
+    assert there._hooks.due > now
+    pool.blocks[4999].next_free_block = None
+    assert there.set_mode("arc", "test", "")["ok"]
+    there.poll(now)
+    assert there.attached
+    there.poll(now)
+    assert not there.attached
+    assert "the list is broken at block 4999" in there.status()["reason"]

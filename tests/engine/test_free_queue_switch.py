@@ -251,28 +251,6 @@ def test_a_fault_in_the_middle_of_an_eviction_loses_no_block(monkeypatch: pytest
     assert pool.queue.num_free_blocks == 0
 
 
-@pytest.mark.parametrize(
-    ("harm", "found"),
-    [
-        (lambda pool: setattr(pool.queue, "num_free_blocks", 3), "counted"),
-        (lambda pool: setattr(pool.pool.blocks[5], "prev_free_block", None), "broken"),
-        (lambda pool: setattr(pool.pool.blocks[5], "ref_cnt", 2), "in use 2 times"),
-        (lambda pool: setattr(pool.state, "num_main", 9), "counted"),
-        (lambda pool: setattr(pool.state, "front_last", pool.pool.blocks[2]), "front"),
-        (lambda pool: setattr(pool.state, "policy", "arc"), "class"),
-    ],
-)
-def test_the_self_check_names_what_is_wrong(harm: Any, found: str) -> None:
-    """Each kind of damage is found and said."""
-    pool = driver("s3fifo")
-    serve(pool, 1, 2, 3)
-    assert free_queue.check(pool.queue, pool.state, pool.pool) is None
-    harm(pool)
-    said = free_queue.check(pool.queue, pool.state, pool.pool)
-    assert said is not None
-    assert found in said
-
-
 def lines_run(of: Any) -> int:
     """Return how many lines of the queue's code a call runs."""
     count = 0
