@@ -5,7 +5,10 @@
 2. An id is the child of the id before it unless it starts a range; the parents of such starts are kept.
 3. Ids are never given twice until `compact`, which renumbers those still wanted and forgets the rest. An id whose
    parent is forgotten starts a range without parent.
+4. `nameless` gives an id that no chain finds: that of a copy (copies.py).
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +17,8 @@ from engine_patch.events import Hashes
 
 Range = tuple[int, int]
 Mask = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.int64]
+NOBODY = 2**64 - 1  # in the place of the hash of a nameless id
 
 
 class ChainIds:
@@ -64,6 +69,14 @@ class ChainIds:
             before = start + length - 1
         return made
 
+    def nameless(self) -> int:
+        """Return a new id that has no hash, parent or child. There must be room."""
+        made = self.used
+        self.used += 1
+        self.names[made] = NOBODY
+        self.is_start[made] = True
+        return made
+
     def children(self, low: int, high: int) -> list[int]:
         """Return the children of low … high - 1 that are outside of it; cheap when there are none."""
         found = [high] if high < self.used and not self.is_start[high] else []
@@ -73,7 +86,7 @@ class ChainIds:
                 found += self.branches[parent]
         return found
 
-    def compact(self, wanted: Mask, renumbered: npt.NDArray[np.int64], size: int) -> None:
+    def compact(self, wanted: Mask, renumbered: Numbers, size: int) -> None:
         """Keep the wanted ids, under new numbers (in the old order), and make room for `size` in all."""
         old = np.flatnonzero(wanted)
         starts = self.is_start[old]
@@ -111,3 +124,40 @@ class ChainIds:
                 self.branches.setdefault(before, []).append(start)
                 self._with_branch[before] = True
         return start
+
+
+def length(ranges: Sequence[Range]) -> int:
+    """Return how many blocks the ranges have."""
+    return sum([high - low for low, high in ranges])
+
+
+def beginning(ranges: Sequence[Range], count: int) -> list[Range]:
+    """Return the ranges of the first `count` blocks."""
+    kept: list[Range] = []
+    for low, high in ranges:
+        if count <= 0:
+            break
+        kept.append((low, min(high, low + count)))
+        count -= high - low
+    return kept
+
+
+def behind(ranges: Sequence[Range], count: int) -> list[Range]:
+    """Return the ranges behind the first `count` blocks."""
+    rest: list[Range] = []
+    for low, high in ranges:
+        if count < high - low:
+            rest.append((low + max(0, count), high))
+        count -= high - low
+    return rest
+
+
+def joined(ranges: Sequence[Range]) -> list[Range]:
+    """Return the ranges with those that follow on each other made one."""
+    made: list[Range] = []
+    for low, high in ranges:
+        if made and made[-1][1] == low:
+            made[-1] = (made[-1][0], high)
+        else:
+            made.append((low, high))
+    return made

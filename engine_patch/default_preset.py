@@ -26,7 +26,8 @@ import numpy as np
 
 from engine_patch.decision import BEST, BETTER, DWELL, EVIDENCE, MARGIN, RESIDUAL, WARMING, Decision, percent, points
 from engine_patch.events import Hashes
-from engine_patch.shadow import Lane, PoolShadow
+from engine_patch.lane import Lane
+from engine_patch.shadow import PoolShadow
 
 ALIKE = 0.01  # of the pool: two shadows of one policy that differ in no more blocks are taken for one
 
@@ -100,12 +101,13 @@ class DefaultPreset:
         num_tokens: int,
         hit_tokens: int | None,
         counted: bool,
+        free_blocks: int | None = None,
     ) -> None:
         """A request got its blocks."""
         self.begin(t)
         followed = self._followed
         before = followed.hit_blocks
-        self.shadow.admitted(request, hashes, num_tokens, counted)
+        self.shadow.admitted(request, hashes, num_tokens, counted, hit_tokens, free_blocks)
         if not counted:
             return
         now = self._now
@@ -117,10 +119,18 @@ class DefaultPreset:
             now[4] += num_tokens
             now[5] += followed.hit_blocks - before
 
-    def freed(self, t: float, request: object, tail: Hashes | Sequence[int], num_hashes: int, num_blocks: int) -> None:
+    def freed(
+        self,
+        t: float,
+        request: object,
+        tail: Hashes | Sequence[int],
+        num_hashes: int,
+        num_blocks: int,
+        free_blocks: int | None = None,
+    ) -> None:
         """A request gave its blocks back; `tail` are the hashes behind those it was admitted with."""
         self.begin(t)
-        self.shadow.freed(request, tail, num_hashes, num_blocks)
+        self.shadow.freed(request, tail, num_hashes, num_blocks, free_blocks)
 
     def reset(self, t: float) -> None:
         """The engine forgot all that it had cached."""
@@ -173,7 +183,7 @@ class DefaultPreset:
             self._cold = False
         if self._retire_at and self.live in self.policies and self._followed.inserted >= self._retire_at:
             own = self._lane(self.live)
-            if len(np.setxor1d(own.queue.blocks(), self._followed.queue.blocks())) <= ALIKE * self.shadow.capacity:
+            if self.shadow.differing(own, self._followed) <= ALIKE * self.shadow.capacity:
                 self._settle(own)
         requests, blocks = int(self._now[0]), int(self._now[1])
         self._measured = self._measured * 0.5 ** (window_s / self.residual_half_life_s) + self._now[3:]

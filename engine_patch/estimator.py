@@ -72,20 +72,40 @@ class Estimator:
     ) -> None:
         """A request got its blocks; see Recorder.admitted. `block_size` is the constructor's and not read."""
         if self._warm is not None:
-            self._warm.admitted(t, request_id, hashes, num_prompt_tokens, hit_tokens, counted)
+            self._warm.admitted(t, request_id, hashes, num_prompt_tokens, hit_tokens, counted, free_blocks)
         elif self._paper is not None and counted:
             self._paper.admitted(t, hashes, free_blocks)
 
-    def freed(self, t: float, request_id: object, hashes: Hashes | Sequence[int], num_blocks: int) -> None:
-        """A request gave its `num_blocks` blocks back; `hashes`: all its full blocks, the output's included."""
+    def freed(
+        self,
+        t: float,
+        request_id: object,
+        hashes: Hashes | Sequence[int],
+        num_blocks: int,
+        *,
+        free_blocks: int | None = None,
+    ) -> None:
+        """A request gave its `num_blocks` blocks back; `hashes`: all its full blocks, the output's included.
+
+        free_blocks: the pool's free blocks until then.
+        """
         if self._warm is not None:
             known = self._warm.shadow.hashes_known(request_id)
-            self._warm.freed(t, request_id, hashes[known:], len(hashes), num_blocks)
+            self._warm.freed(t, request_id, hashes[known:], len(hashes), num_blocks, free_blocks)
 
-    def freed_tail(self, t: float, request_id: object, tail: Hashes, num_hashes: int, num_blocks: int) -> None:
+    def freed_tail(
+        self,
+        t: float,
+        request_id: object,
+        tail: Hashes,
+        num_hashes: int,
+        num_blocks: int,
+        *,
+        free_blocks: int | None = None,
+    ) -> None:
         """The same when only the hashes behind those of the admission are at hand, `num_hashes` in all."""
         if self._warm is not None:
-            self._warm.freed(t, request_id, tail, num_hashes, num_blocks)
+            self._warm.freed(t, request_id, tail, num_hashes, num_blocks, free_blocks)
 
     def reset(self, t: float) -> None:
         """The engine forgot all that it had cached."""

@@ -27,7 +27,7 @@ MAX_IN_FLIGHT = 65_536
 MAGIC = 0x314D4B57  # "WKM1", little-endian
 
 # kind, flags, hashes that follow, time in s, request number, then per kind:
-#   admitted: prompt tokens, hit tokens, free blocks; freed: hashes in all, blocks in all, 0; policy: bytes of text
+#   admitted: prompt tokens, hit tokens, free blocks; freed: hashes and blocks in all, free blocks; policy: text bytes
 _EVENT = struct.Struct("<BBxxIdQIII4x")
 # magic, bytes that follow, events, dropped so far, gap before it, time of sending (s, CLOCK_MONOTONIC), last time in s
 _FRAME = struct.Struct("<IIIIQdd")
@@ -156,12 +156,18 @@ class Recorder:
         except Exception:
             self._lose()
 
-    def freed(self, t: float, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
-        """A request gave back its `num_blocks` blocks; `hashes` are those of its full blocks, the output's included."""
+    def freed(
+        self, t: float, request_id: str, hashes: Sequence[bytes], num_blocks: int, *, free_blocks: int | None = None
+    ) -> None:
+        """A request gives back its `num_blocks` blocks; `hashes` are those of its full blocks, the output's included.
+
+        `free_blocks` are the pool's free blocks before that.
+        """
         try:
             number, sent = self._open.pop(request_id, (0, 0))
             packed = pack(hashes[sent:] if sent else hashes).tobytes() if len(hashes) > sent else b""
-            head = _EVENT.pack(FREED, 0, len(packed) >> 3, t, number, len(hashes), num_blocks, 0)
+            free = UNKNOWN if free_blocks is None else free_blocks
+            head = _EVENT.pack(FREED, 0, len(packed) >> 3, t, number, len(hashes), num_blocks, free)
             self._add(t, head, packed)
         except Exception:
             self._lose()
@@ -261,7 +267,8 @@ def events(frame: Batch) -> Iterator[Event]:
             hit, free = (None if b == UNKNOWN else b), (None if c == UNKNOWN else c)
             yield Event(kind, t, number, np.frombuffer(body, dtype="<u8"), a, hit, free, not flags & UNCOUNTED)
         elif kind == FREED:
-            yield Event(kind, t, number, np.frombuffer(body, dtype="<u8"), num_hashes=a, num_blocks=b)
+            free, hashes = (None if c == UNKNOWN else c), np.frombuffer(body, dtype="<u8")
+            yield Event(kind, t, number, hashes, free_blocks=free, num_hashes=a, num_blocks=b)
         elif kind == RESET:
             yield Event(kind, t, 0, NO_HASHES)
         elif kind == POLICY:

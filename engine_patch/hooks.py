@@ -34,14 +34,16 @@ class Recorder(Protocol):
         request_id: str,
         hashes: Sequence[bytes],
         num_prompt_tokens: int,
-        hit_tokens: int,
+        hit_tokens: int | None,
         block_size: int,
         *,
         counted: bool,
         free_blocks: int,
     ) -> None: ...
 
-    def freed(self, t: float, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None: ...
+    def freed(
+        self, t: float, request_id: str, hashes: Sequence[bytes], num_blocks: int, *, free_blocks: int
+    ) -> None: ...
 
     def reset(self, t: float) -> None: ...
 
@@ -85,7 +87,7 @@ class Hooks:
         manager, group = self._engine.manager, self._engine.coordinator.single_type_managers[0]
         block_size: int = group.block_size
 
-        def admitted(request: Any, hit_tokens: int) -> None:
+        def admitted(request: Any, hit_tokens: int | None) -> None:
             first = request.num_preemptions == 0
             tokens = request.num_prompt_tokens if first else request.num_tokens
             recorder.admitted(
@@ -109,13 +111,20 @@ class Hooks:
                     admitted(request, new.num_computed_tokens)
             for request_id in getattr(output.scheduled_cached_reqs, "resumed_req_ids", ()):
                 if (request := requests.get(request_id)) is not None:
-                    admitted(request, 0)
+                    # Some may be its own from before; how many this version does not say.
+                    admitted(request, None)
 
         def freed(request: Any, *_: Any, **__: Any) -> None:
             request_id = request.request_id
             if blocks := group.req_to_blocks.get(request_id):
                 hashed = group.num_cached_block.get(request_id, 0)
-                recorder.freed(time.monotonic(), request_id, request.block_hashes[:hashed], len(blocks))
+                recorder.freed(
+                    time.monotonic(),
+                    request_id,
+                    request.block_hashes[:hashed],
+                    len(blocks),
+                    free_blocks=self._engine.queue.num_free_blocks,
+                )
 
         self._before(manager, "free", freed)
         if hasattr(manager, "record_prefix_cache_stats"):

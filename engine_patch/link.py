@@ -298,6 +298,7 @@ class ShadowLink:
         self._pending = memoryview(b"")
         self._line.clear()
         self._state = {}
+        self._rates = {}  # of a shadow that is no more
 
 
 def command(options: Options) -> list[str]:

@@ -12,7 +12,6 @@
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -26,6 +25,7 @@ from engine_patch.decision import Decision
 from engine_patch.estimator import Estimator
 from engine_patch.events import ADMITTED, FRAME_BYTES, FREED, POLICY, Batch, batch, events, frame_size
 from engine_patch.load import SAMPLED, Load
+from engine_patch.parent import die_with
 
 MAX_FRAME_BYTES = 256 << 20
 READ_BYTES = 1 << 20
@@ -33,7 +33,6 @@ LOOK_S = 2.0
 STATE_S = 5.0
 FAULTS = 5
 NICE = 10
-PR_SET_PDEATHSIG = 1
 BAD_INPUT, BROKEN = 3, 4
 
 
@@ -94,7 +93,14 @@ class Shadows:
                     counted=event.counted,
                 )
             elif event.kind == FREED:
-                estimator.freed_tail(event.t, event.request, event.hashes, event.num_hashes, event.num_blocks)
+                estimator.freed_tail(
+                    event.t,
+                    event.request,
+                    event.hashes,
+                    event.num_hashes,
+                    event.num_blocks,
+                    free_blocks=event.free_blocks,
+                )
             elif event.kind == POLICY:
                 self.live = event.name
                 estimator.policy(event.t, event.name, event.why)
@@ -149,14 +155,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(options)
     except BrokenPipeError:
         return 0
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; end at once when that has happened already."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent and os.getppid() != parent:
-        os._exit(0)
 
 
 def _run(options: Options) -> int:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine_patch.chain_ids import ChainIds, Mask, Range
+from engine_patch.chain_ids import ChainIds, Mask, Numbers, Range
 from engine_patch.policy import POLICIES, S3FIFO
-from engine_patch.spans import FRONT, IN_MAIN, MAIN, SMALL, Ghost, Numbers, SpanQueue
+from engine_patch.span_ghost import Ghost
+from engine_patch.spans import FRONT, IN_MAIN, MAIN, SMALL, SpanQueue
 
 MAX_FREQ = 3
 
@@ -20,6 +21,19 @@ class SegmentedSpans(SpanQueue):
     def _gone(self, low: int, high: int) -> None:
         self.state[low:high] = 0
         self._orphans(low, high)
+
+    def _without_copies(self, ranges: Sequence[Range]) -> Sequence[Range]:
+        """Put the copies among freed blocks in front; return the others, the last first."""
+        copies = self.copies.contents
+        if not copies:
+            return ranges[::-1]
+        rest = []
+        for low, high in reversed(ranges):
+            if low in copies:
+                self._put(self._parts[FRONT], low, high, FRONT)
+            else:
+                rest.append((low, high))
+        return rest
 
     def _spread(self, low: int, high: int, up: Mask) -> None:
         """Append a range, the last first: `up` to main (freq kept; 0 for who comes new), the rest to small."""
@@ -58,7 +72,7 @@ class S3FifoSpans(SegmentedSpans):
 
     def append(self, ranges: Sequence[Range]) -> None:
         """Rule 2."""
-        for low, high in reversed(ranges):
+        for low, high in self._without_copies(ranges):
             up: Mask = self.state[low:high] >= self._threshold
             remembered = self._ghost.take(low, high)
             self._spread(low, high, up if remembered is None else up | remembered)
@@ -109,7 +123,9 @@ class S3FifoSpans(SegmentedSpans):
                 run = min(run, count - done)
                 done += run
                 self._cut(span, run)
-                self._gone(high - run, high)
+                self._evicted(high - run, high, None)
+                if self._sizes[FRONT]:
+                    break
             else:
                 self.state[high - run : high] -= 1
                 self._cut(span, run)
@@ -145,32 +161,38 @@ class ArcSpans(SegmentedSpans):
 
     def append(self, ranges: Sequence[Range]) -> None:
         """Rule 2."""
-        once, often, size = self._once_ghost, self._often_ghost, self.num_blocks
-        for low, high in reversed(ranges):
-            up: Mask = self.state[low:high] > 0
-            before = once.count, often.count
-            recent, frequent = once.take(low, high), often.take(low, high)
-            if recent is not None or frequent is not None:
-                self._adapt(*before, recent, frequent)
-                for remembered in (recent, frequent):
-                    if remembered is not None:
-                        up = up | remembered
-            self._spread(low, high, up)
-        once.trim(size - self._sizes[SMALL])
-        often.trim(2 * size - self._sizes[SMALL] - self._sizes[MAIN] - once.count)
+        for low, high in self._without_copies(ranges):
+            end = high
+            while low < end:
+                first = self._remembered_alike(low, end)
+                self._append_run(first, end)
+                end = first
 
-    def _adapt(self, once: int, often: int, recent: Mask | None, frequent: Mask | None) -> None:
-        """Move the target by one remembered block after another; once, often: what B1 and B2 held."""
-        size, target = float(self.num_blocks), self._target
-        if recent is not None:
-            for _ in range(int(np.count_nonzero(recent))):
-                target = min(size, target + max(1.0, often / once))
-                once -= 1
-        if frequent is not None:
-            for _ in range(int(np.count_nonzero(frequent))):
-                target = max(0.0, target - max(1.0, once / often))
-                often -= 1
-        self._target = target
+    def _remembered_alike(self, low: int, high: int) -> int:
+        """Return the first of the last blocks that the same ghost, or none, remembers."""
+        for ghost in (self._once_ghost, self._often_ghost):
+            there = ghost.among(low, high)
+            if there is not None:
+                other = np.flatnonzero(there != there[-1])
+                low += int(other[-1]) + 1 if len(other) else 0
+        return low
+
+    def _append_run(self, low: int, high: int) -> None:
+        """Append blocks that one ghost, or none, remembers."""
+        once, often, size = self._once_ghost, self._often_ghost, float(self.num_blocks)
+        before_once, before_often = once.count, often.count
+        up: Mask = self.state[low:high] > 0
+        if once.take(low, high) is not None:
+            for left in range(before_once, before_once - (high - low), -1):
+                self._target = min(size, self._target + max(1.0, before_often / left))
+            up = np.ones_like(up)
+        elif often.take(low, high) is not None:
+            for left in range(before_often, before_often - (high - low), -1):
+                self._target = max(0.0, self._target - max(1.0, before_once / left))
+            up = np.ones_like(up)
+        self._spread(low, high, up)
+        once.trim(self.num_blocks - self._sizes[SMALL])
+        often.trim(2 * self.num_blocks - self._sizes[SMALL] - self._sizes[MAIN] - once.count)
 
     def evict(self, count: int) -> None:
         """Rule 3."""

@@ -9,11 +9,13 @@ that a request costs a few steps and not hundreds. A block is an id of chain_ids
    turn comes.
 3. Blocks whose parent is evicted are orphans: with all their descendants they move to the front's end, without counts.
 4. LRU knows no orphans and has none, as a parent is always freed behind its children; unless it took over the blocks of
-   another policy, where main may be ahead of small. Such a queue is loose, and what it passes on is.
+   another policy, where main may be ahead of small, or a request ended before all its blocks were computed.
+
+5. A copy (copies.py) is a span of its own. S3-FIFO and ARC free it into the front, LRU like any other block.
 
 Where several parts give victims for one request, how many each gives is as block by block, but one part gives all of
-its own before the next; orphans with many branches come in another order. LRU is exact; what the others differ by is
-bounded in tests/unit/test_shadow.py (S3-FIFO 0.1 points, ARC 0.5, on small pools).
+its own before the next, unless it leaves orphans, which go first; orphans with many branches come in another order. LRU
+is exact; what the others differ by is bounded in tests/unit/test_shadow.py.
 """
 
 from collections import deque
@@ -22,89 +24,26 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine_patch.chain_ids import ChainIds, Mask, Range
+from engine_patch.chain_ids import ChainIds, Mask, Numbers, Range
+from engine_patch.copies import Copies
+from engine_patch.span_ghost import Ghost, Span
 
 FRONT, SMALL, MAIN = 0, 1, 2
 IN_MAIN = 4  # state of a block: freq 0 to 3, plus this when it belongs to main
 Bytes = npt.NDArray[np.uint8]
-Numbers = npt.NDArray[np.int64]
-Span = list[int]  # low, high, part
-
-
-class Ghost:
-    """Remembered blocks, oldest first; a stamp tells whether an entry of the queue still stands."""
-
-    __slots__ = ("_order", "_stamp", "_stamps", "count")
-
-    def __init__(self, size: int) -> None:
-        self._stamps = np.zeros(size, dtype=np.int32)
-        self._order: deque[Span] = deque()
-        self._stamp = 0
-        self.count = 0
-
-    def add(self, low: int, high: int) -> None:
-        """Remember blocks, high - 1 as the oldest of them; none is remembered yet."""
-        self._stamp += 1
-        self._stamps[low:high] = self._stamp
-        self._order.append([low, high, self._stamp])
-        self.count += high - low
-
-    def take(self, low: int, high: int) -> Mask | None:
-        """Forget those of the range, and return which they were; None for none."""
-        if not self.count:
-            return None
-        stamps = self._stamps[low:high]
-        there: Mask = stamps > 0
-        found = int(np.count_nonzero(there))
-        if not found:
-            return None
-        stamps[:] = 0
-        self.count -= found
-        return there
-
-    def trim(self, count: int) -> None:
-        """Forget the oldest until `count` are left."""
-        while self.count > max(0, count):
-            span = self._order[0]
-            cut = min(self.count - count, span[1] - span[0])
-            stamps = self._stamps[span[1] - cut : span[1]]
-            stands = stamps == span[2]
-            self.count -= int(np.count_nonzero(stands))
-            stamps[stands] = 0
-            span[1] -= cut
-            if span[0] == span[1]:
-                self._order.popleft()
-
-    def mark(self, wanted: Mask) -> None:
-        """Mark what must keep an id."""
-        wanted |= self._stamps[: len(wanted)] > 0
-
-    def renumber(self, wanted: Mask, new: Numbers, size: int) -> None:
-        """Follow a renumbering."""
-        stamps = np.zeros(size, dtype=np.int32)
-        kept = self._stamps[: len(wanted)][wanted]
-        stamps[: len(kept)] = kept
-        order: deque[Span] = deque()
-        for low, high, stamp in self._order:
-            stands = np.flatnonzero(self._stamps[low:high] == stamp) + low
-            # From the high end down, one entry for each run of new numbers.
-            for run in reversed(np.split(new[stands], np.flatnonzero(np.diff(new[stands]) != 1) + 1)):
-                if len(run):
-                    order.append([int(run[0]), int(run[-1]) + 1, stamp])
-        self._stamps, self._order = stamps, order
 
 
 class SpanQueue:
     """LRU, and the ground of the others."""
 
-    __slots__ = ("_at", "_ids", "_loose", "_parts", "_sizes", "num_blocks", "state")
+    __slots__ = ("_at", "_ids", "_parts", "_sizes", "copies", "num_blocks", "state")
 
     def __init__(self, ids: ChainIds, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.state: Bytes = np.zeros(ids.size, dtype=np.uint8)
+        self.copies = Copies(ids.size)
         self._ids = ids
         self._at: dict[int, Span] = {}
-        self._loose = False
         self._parts: tuple[deque[Span], deque[Span], deque[Span]] = (deque(), deque(), deque())
         self._sizes = [0, 0, 0]
 
@@ -122,6 +61,19 @@ class SpanQueue:
             for span in part:
                 if span[0] < span[1]:
                     yield span
+
+    def prefix(self, ranges: Sequence[Range]) -> int:
+        """Return how many blocks are here before the first that is not."""
+        at, found = self._at, 0
+        for low, high in ranges:
+            here = low
+            while here < high:
+                span = at.get(here)
+                if span is None:
+                    return found + here - low
+                here = span[1]
+            found += high - low
+        return found
 
     def take(self, ranges: Sequence[Range]) -> int:
         """Take out the free blocks up to the first that is not here; return how many. Hits are counted by `hit`."""
@@ -144,35 +96,13 @@ class SpanQueue:
         return found
 
     def discard(self, ranges: Sequence[Range]) -> None:
-        """Take out what is left of these blocks behind one that is missing: orphans, or what a switch left (rule 4)."""
-        if self._loose:
-            for low, high in ranges:
+        """Take out what is left of these blocks behind one that is missing: orphans, and see rule 4."""
+        at = self._at
+        for low, high in ranges:
+            if not at.keys().isdisjoint(range(low, high)):
                 for here in range(low, high):
-                    if here in self._at:
+                    if here in at:
                         self.take([(here, high)])
-        if not self._sizes[FRONT]:
-            return
-        kept: deque[Span] = deque()
-        for span in self._parts[FRONT]:
-            low, high, _ = span
-            pieces = [(low, high)]
-            for first, last in ranges:
-                pieces = [
-                    piece
-                    for start, end in pieces
-                    for piece in ((start, min(end, first)), (max(start, last), end))
-                    if piece[0] < piece[1]
-                ]
-            if pieces == [(low, high)]:
-                kept.append(span)
-                continue
-            if low < high:
-                del self._at[low]
-                self._sizes[FRONT] -= high - low
-            for start, end in pieces:
-                self._put(kept, start, end, FRONT)
-        self._parts[FRONT].clear()
-        self._parts[FRONT].extend(kept)
 
     def hit(self, ranges: Sequence[Range]) -> None:
         """Count a request's hits."""
@@ -197,6 +127,7 @@ class SpanQueue:
         kept = self.state[: len(wanted)][wanted]
         state[: len(kept)] = kept
         self.state = state
+        self.copies.renumber(new, size)
         self._at = {}
         for part in self._parts:
             alive = [span for span in part if span[0] < span[1]]
@@ -209,7 +140,7 @@ class SpanQueue:
     def adopt(self, other: "SpanQueue") -> None:
         """Take over another queue's blocks, as policy.converted does."""
         ours, theirs = type(self) is not SpanQueue, type(other) is not SpanQueue
-        self._loose = other._loose or (theirs and not ours)
+        self.copies.adopt(other.copies)
         for low, high, part in other.spans():
             kind = part if ours and theirs else SMALL
             self._put(self._parts[kind], low, high, kind)
@@ -235,9 +166,9 @@ class SpanQueue:
             cut = min(count - done, high - low)
             done += cut
             self._cut(span, cut)
-            if ghost is not None:
-                ghost.add(high - cut, high)
-            self._gone(high - cut, high)
+            self._evicted(high - cut, high, ghost)
+            if self._sizes[FRONT]:
+                break
         return done
 
     def _pop_front(self, count: int) -> int:
@@ -255,7 +186,7 @@ class SpanQueue:
             span[0] = low + cut
             if span[0] < high:
                 self._at[span[0]] = span
-            self._gone(low, low + cut)
+            self._evicted(low, low + cut, None)
         return done
 
     def _cut(self, span: Span, count: int) -> None:
@@ -264,6 +195,33 @@ class SpanQueue:
         self._sizes[span[2]] -= count
         if span[0] == span[1]:
             del self._at[span[0]]
+
+    def _evicted(self, low: int, high: int, ghost: Ghost | None) -> None:
+        """Take note that blocks were evicted, into a ghost if any: a copy, or a content that has some, into none."""
+        if self.copies.contents:
+            for odd in reversed(self.copies.within(((low, high),))):
+                if odd + 1 < high:
+                    self._evicted(odd + 1, high, ghost)
+                self.leave(odd)
+                high = odd
+        if low < high:
+            if ghost is not None:
+                ghost.add(low, high)
+            self._gone(low, high)
+
+    def leave(self, odd: int) -> None:
+        """Take note that a copy is no more, or the oldest block of a content that has some: the eldest succeeds it."""
+        copies = self.copies
+        self.state[odd] = 0
+        if odd in copies.contents:
+            copies.drop(odd, True)
+            return
+        heir = next(iter(copies.younger(odd)))
+        span = self._at.pop(heir, None)
+        if span is not None:
+            span[0], span[1] = odd, odd + 1
+            self._at[odd] = span
+        copies.drop(heir, span is not None)
 
     def _gone(self, low: int, high: int) -> None:
         """Forget the counts of evicted blocks and make their free descendants orphans (LRU: there are none)."""

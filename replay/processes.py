@@ -1,9 +1,8 @@
 """Starts, watches and ends the child processes of a lab, so that no end of ours leaves one behind.
 
 1. A child leads a session of its own: a terminal's Ctrl-C reaches us alone, and we end the children in our order.
-2. The kernel kills a child when we die, however we die (`PR_SET_PDEATHSIG`, Linux). It watches the THREAD that started
-   the child, not the process: start children from the main thread only, which is asserted. A few lines of Python ask
-   for it and then become the program (12 ms): code between fork and exec is no place for it in a threaded process.
+2. The kernel kills a child when we die, however we die (engine_patch.parent, Linux). It watches the THREAD that started
+   the child, not the process: start children from the main thread only, which is asserted.
 3. Standard output and error go to one log file a child; a restart appends to it.
 4. Ready is what the caller's check says, asked until a deadline. A child that ends early, or is late, is reported with
    its exit code and the last lines it wrote.
@@ -23,17 +22,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from engine_patch import parent
 from service.errors import ServerUnavailable
 from service.settings import split_address
 
-# argv: our process id, then the program. Ours is compared since we may be gone before the kernel is asked.
-DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the process that started this one is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 POLL_S = 0.02
 PROBE_TIMEOUT_S = 1.0
 GRACE_S = 5.0
@@ -90,7 +82,7 @@ class Process:
         assert not self.running, f"{self.name} runs already"
         if not os.access(self.argv[0], os.X_OK):
             raise ServerUnavailable(f"{self.name} cannot be run: {self.argv[0]} is no program")
-        tied = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
+        tied = [sys.executable, "-I", "-S", parent.__file__, str(os.getpid())] if sys.platform == "linux" else []
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             self._child = subprocess.Popen(

@@ -57,7 +57,7 @@ class Ears:
         request_id: str,
         hashes: Sequence[bytes],
         num_prompt_tokens: int,
-        hit_tokens: int,
+        hit_tokens: int | None,
         block_size: int,
         *,
         counted: bool,
@@ -65,8 +65,8 @@ class Ears:
     ) -> None:
         self.told.append(("admitted", request_id, list(hashes), num_prompt_tokens, hit_tokens, counted, free_blocks))
 
-    def freed(self, t: float, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
-        self.told.append(("freed", request_id, list(hashes), num_blocks))
+    def freed(self, t: float, request_id: str, hashes: Sequence[bytes], num_blocks: int, *, free_blocks: int) -> None:
+        self.told.append(("freed", request_id, list(hashes), num_blocks, free_blocks))
 
     def reset(self, t: float) -> None:
         self.told.append(("reset",))

@@ -18,6 +18,7 @@ from tests.engine.attached import (
     scheduler_of,
     with_ears,
 )
+from tests.engine.residual import residual
 from tests.engine.tiny_model import BLOCK_SIZE, prompt
 
 Engines = Callable[..., Any]
@@ -163,6 +164,15 @@ def test_aborted_requests_give_back_what_they_held(llm: Any, ears: Ears) -> None
     assert queue_of(llm).num_free_blocks == 63
 
 
+@pytest.mark.parametrize("answer", [8, 40])
+def test_the_shadow_hits_what_the_engine_hits(llm: Any, ears: Ears, answer: int) -> None:
+    """A third of the prompts are block-aligned and come again, several at once, between long ones in chunks: half a
+    point at most lies between the rates, whether or not answers fill blocks."""
+    outputs(llm, [tokens[:128] if len(tokens) < 400 else tokens for tokens in mixed(14, 240)], max_tokens=answer)
+    assert abs(residual(ears.told, "s3fifo", queue_of(llm).wakman.capacity, BLOCK_SIZE)) < 0.005
+    assert held(ears.told) == {}
+
+
 def test_a_reset_forgets_everything(llm: Any, ears: Ears) -> None:
     """A reset that vLLM does is told and clears what is known; one that it refuses, for blocks in use, is not."""
     tokens = mixed(12, 1)[0][:100]
@@ -180,13 +190,12 @@ def test_a_reset_forgets_everything(llm: Any, ears: Ears) -> None:
     assert attached(llm).attached
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_preempted_requests_are_told_as_resumed(
-    engines: Engines, ears: Ears, hits: list[list[int]], monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+    engines: Engines, ears: Ears, hits: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A preemption gives the blocks back; the resumed request is admitted anew, and is counted in nothing."""
     with environment(monkeypatch, WAKMAN_POLICY="s3fifo"):
-        tight = engines(max_model_len=512, num_gpu_blocks_override=26, async_scheduling=async_scheduling)
+        tight = engines(max_model_len=512, num_gpu_blocks_override=26)
     assert answers(tight, [tokens[:150] for tokens in mixed(3, 16)], max_tokens=120)
     admitted = ears.of("admitted")
     first = [one for one in admitted if one[5]]

@@ -116,18 +116,20 @@ class Pool:
 
 @dataclass
 class Traffic:
-    """Conversations, shared system prompts and one-off prompts; no hash is ever made twice, no prompt block-aligned."""
+    """Conversations, shared system prompts and one-off prompts; `again_share` of all come again with their answers."""
 
     seed: int
     system_share: float = 0.4
     single_share: float = 0.3
     blocks_max: int = 40
+    again_share: float = 0.0
     rng: Random = field(init=False)
 
     def __post_init__(self) -> None:
         self.rng = Random(self.seed)
         self.systems = [self._fresh(self.rng.randint(4, self.blocks_max)) for _ in range(30)]
         self.sessions: list[list[int]] = []
+        self.asked: list[tuple[list[int], list[int]]] = []
 
     def _fresh(self, count: int) -> list[int]:
         return [self.rng.getrandbits(64) for _ in range(count)]
@@ -136,6 +138,9 @@ class Traffic:
         """Yield (hashes of the prompt, hashes with the output)."""
         rng = self.rng
         for _ in range(count):
+            if self.again_share and self.asked and rng.random() < self.again_share:
+                yield self.asked[-1 - min(len(self.asked) - 1, int(rng.expovariate(0.1)))]
+                continue
             draw = rng.random()
             if draw < self.system_share:
                 prompt = self.systems[int(rng.random() ** 2 * len(self.systems))] + self._fresh(rng.randint(1, 10))
@@ -146,6 +151,7 @@ class Traffic:
                     rng.randint(1, 6)
                 )
             full = prompt + self._fresh(rng.randint(0, 6))
+            self.asked.append((prompt, full))
             yield prompt, full
             if draw >= self.system_share:
                 self.sessions.append(full)

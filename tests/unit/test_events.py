@@ -53,17 +53,19 @@ def test_every_field_comes_back() -> None:
     recorder.admitted(1.5, "a", hashes[:3], 50, 32, 16, free_blocks=77)
     recorder.admitted(1.6, "b", [], 7, None, 16, counted=False)
     recorder.policy(2.0, "arc", "operator: a test")
-    recorder.freed(3.0, "a", hashes, 6)
+    recorder.freed(3.0, "a", hashes, 6, free_blocks=55)
+    recorder.freed(3.5, "b", [], 1)
     recorder.reset(4.0)
     frame = taken(recorder)
-    assert (frame.events, frame.dropped, frame.sent, frame.t) == (5, 0, 123.0, 4.0)
-    first, second, policy, freed, reset = events.events(frame)
+    assert (frame.events, frame.dropped, frame.sent, frame.t) == (6, 0, 123.0, 4.0)
+    first, second, policy, freed, empty, reset = events.events(frame)
     assert (first.t, first.num_prompt_tokens, first.hit_tokens, first.free_blocks) == (1.5, 50, 32, 77)
     assert first.counted
     assert first.hashes.tolist() == pack(hashes[:3]).tolist()
     assert (second.hit_tokens, second.free_blocks, second.counted) == (None, None, False)
     assert (policy.name, policy.why) == ("arc", "operator: a test")
-    assert (freed.request, freed.num_hashes, freed.num_blocks) == (first.request, 5, 6)
+    assert (freed.request, freed.num_hashes, freed.num_blocks, freed.free_blocks) == (first.request, 5, 6, 55)
+    assert (empty.request, empty.num_hashes, empty.num_blocks, empty.free_blocks) == (second.request, 0, 1, None)
     assert (reset.kind, reset.t) == (events.RESET, 4.0)
 
 

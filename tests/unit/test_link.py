@@ -108,6 +108,14 @@ def test_a_line_without_end_takes_no_memory(linked: Any) -> None:
     assert len(link._line) <= link_module.LINE_BYTES
 
 
+def test_a_shadow_that_is_no_more_has_no_rates(linked: Any) -> None:
+    """What it decided was heard; its rates go with it."""
+    line = f'{{"decision": {DECISION.to_json()}}}\n'
+    link = linked(f"import sys; sys.stdout.write({line!r}); sys.stdout.flush(); sys.exit(7)")
+    assert DECISION in polled(link, lambda: link.status()["gave_up"])
+    assert link.status()["rates"] == {}
+
+
 def test_a_process_that_ends_is_started_again_only_so_often(linked: Any) -> None:
     """It is started again after a pause, STARTS times in all, and then given up; nothing is left unreaped."""
     link = linked("import sys; sys.exit(7)")

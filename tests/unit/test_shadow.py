@@ -26,9 +26,10 @@ class Side:
     def end_one(self) -> None:
         """Finish a request that runs, any of them."""
         request, full, tokens, known = self.running.pop(self.rng.randrange(len(self.running)))
+        free = len(self.pool.queue) + len(request.blocks)
         self.pool.finish(request, full, tokens)
-        done = min(len(full), len(request.blocks))
-        self.shadow.freed(request.number, full[known:done], done, len(request.blocks))
+        done, free = min(len(full), len(request.blocks)), free - len(request.blocks)
+        self.shadow.freed(request.number, full[known:done], done, len(request.blocks), free)
 
     def serve(self, traffic: Traffic, count: int) -> None:
         """Admit `count` requests and compare each one's hit."""
@@ -40,7 +41,7 @@ class Side:
                 self.end_one()
             request, hit_tokens = got
             before = lane.hit_blocks
-            self.shadow.admitted(number, prompt, tokens)
+            self.shadow.admitted(number, prompt, tokens, True, hit_tokens, len(self.pool.queue))
             self.differing += (lane.hit_blocks - before) * BLOCK != hit_tokens
             self.running.append((request, full, tokens + BLOCK * (len(full) - len(prompt)), len(prompt)))
 
@@ -68,13 +69,14 @@ def test_every_hit_is_the_pools(policy: str, seed: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("concurrency", [1, 8])
-def test_copies_cost_little(policy: str, concurrency: int) -> None:
-    """Copies of a content, made by prompts that are computed side by side or end with a block, cost < 0.5 points."""
+def test_copies_are_followed(policy: str, concurrency: int) -> None:
+    """Prompts that end with a block, equal ones at once, answers given again: LRU is exact, others to 0.2 points."""
     side = Side(policy, concurrency, 5, aligned=0.5)
-    side.serve(Traffic(5), 2000)
+    side.serve(Traffic(5, again_share=1 / 3), 2000)
+    assert side.pool.copies > 500
     pool, shadow = side.rates
-    assert abs(pool - shadow) < 0.005
-    assert side.differing < 60
+    assert abs(pool - shadow) < 0.002
+    assert side.differing <= (0 if policy == "lru" else 40)
 
 
 def test_blocks_in_use_take_room() -> None:

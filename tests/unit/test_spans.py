@@ -6,11 +6,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from engine_patch.chain_ids import ChainIds, Range
+from engine_patch.chain_ids import ChainIds, Range, beginning, behind
 from engine_patch.policy import POLICIES, new_queue
-from engine_patch.shadow import PoolShadow, beginning, behind
+from engine_patch.shadow import PoolShadow
+from engine_patch.span_ghost import Ghost
 from engine_patch.span_policies import new_spans
-from engine_patch.spans import FRONT, Ghost
+from engine_patch.spans import FRONT
 from tests.unit.pool_model import BLOCK, Traffic
 
 
@@ -96,12 +97,12 @@ def test_the_books_balance(policy: str) -> None:
     lane, rng, running = shadow.lanes[0], Random(1), []
     used = []
     for number, (prompt, full) in enumerate(Traffic(1, blocks_max=20).prompts(1500)):
-        shadow.admitted(number, prompt, len(prompt) * BLOCK + 3, counted=rng.random() < 0.95)
-        running.append((number, len(prompt), full))
         if len(running) > 5:
             ended, known, hashes = running.pop(rng.randrange(6))
             until = len(hashes) if rng.random() < 0.95 else rng.randrange(len(hashes))
             shadow.freed(ended, hashes[known:until], until, until + rng.randrange(2))
+        shadow.admitted(number, prompt, len(prompt) * BLOCK + 3, counted=rng.random() < 0.95)
+        running.append((number, len(prompt), full))
         used.append(shadow.ids.used)
         if number % 10:
             continue
@@ -114,13 +115,13 @@ def test_the_books_balance(policy: str) -> None:
         for part in range(3):
             assert queue._sizes[part] == sum(high - low for low, high, kind in spans if kind == part)
         assert not queue.state[[block for span in spans if span[2] == FRONT for block in range(*span[:2])]].any()
-        assert not shadow._pins[blocks].any()
+        assert not shadow._pins.counts[blocks].any()
     assert max(used) <= shadow.ids.size
     assert sorted(used) != used  # it was renumbered meanwhile
     for number, known, hashes in running:
         shadow.freed(number, hashes[known:], len(hashes), len(hashes))
     assert shadow.in_use == 0
-    assert not shadow._pins.any()
+    assert not shadow._pins.counts.any()
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "s3fifo-25"])
