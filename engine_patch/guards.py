@@ -7,7 +7,9 @@
 3. Classes must be vLLM's very own and unpatched (another plugin that changes them would be undone or doubled by ours),
    with the methods and parameters that the hooks and the queue rely on, and no public queue method that we do not know.
 4. Only one group of full attention: with several groups, or with a sliding window, blocks are worth keeping together in
-   ways that no policy here knows. No KV connector, HiSparse or lazy offload: they read the order of the free blocks.
+   ways that no policy here knows. What counts is the kind of manager, not the model: a hybrid one whose sliding layers
+   vLLM keeps as if they were full (`disable_hybrid_kv_cache_manager`) is one chain of whole blocks like any other.
+   No KV connector, HiSparse or lazy offload: they read the order of the free blocks.
 
 Cost: O(blocks) once, at start (about 40 ms at 262,144 blocks). Source: our reading of vLLM 0.11 to 0.32.
 """
@@ -148,12 +150,14 @@ def prefix_caching_is_on(engine: Engine) -> str | None:
 
 def one_full_attention_group(engine: Engine) -> str | None:
     managers = engine.coordinator.single_type_managers
+    if not managers:
+        return "the model has no KV cache"
     if len(managers) != 1:
-        return f"the model has {len(managers)} KV cache groups (hybrid attention); only one is supported"
+        kinds = ", ".join(dict.fromkeys(_spec(manager) for manager in managers))
+        return f"the model has {len(managers)} KV cache groups ({kinds}); only one is supported"
     name = type(managers[0]).__name__
     if name != "FullAttentionManager":
-        spec = type(getattr(managers[0], "kv_cache_spec", None)).__name__
-        return f"the model's KV cache is no full attention ({name} of {spec})"
+        return f"the model's KV cache is no full attention ({name} of {_spec(managers[0])})"
     if managers[0].block_pool is not engine.pool:
         return "the KV cache group has a block pool of its own"
     return None
@@ -258,6 +262,10 @@ def _methods(engine: Engine) -> list[tuple[Any, Mapping[str, tuple[str, ...]]]]:
         (engine.manager, MANAGER),
         (engine.scheduler, SCHEDULER),
     ]
+
+
+def _spec(manager: Any) -> str:
+    return type(getattr(manager, "kv_cache_spec", None)).__name__
 
 
 def _is_vllms(function: Any) -> bool:

@@ -41,7 +41,7 @@ def engines() -> Iterator[Callable[..., Any]]:
 
     def start(**changes: Any) -> Any:
         _end(alive)
-        alive.append(vllm.LLM(tiny_model(), **{**ENGINE, **changes}))
+        alive.append(vllm.LLM(**{"model": tiny_model(), **ENGINE, **changes}))
         return alive[-1]
 
     yield start

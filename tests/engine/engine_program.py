@@ -16,8 +16,9 @@ def main() -> None:
     from tests.engine.attached import answers, hot_hit_rate, mixed, outputs
 
     llm, prompts = LLM(tiny_model(), **ENGINE), mixed(7, 40)
-    core = llm.llm_engine.engine_core
-    told = {"here": os.getpid(), "start": core.call_utility("wakman_status"), "answers": {}, "hot": {}}
+    core, executor = llm.llm_engine.engine_core, llm.llm_engine.vllm_config.parallel_config.distributed_executor_backend
+    told = {"here": os.getpid(), "executor": executor, "start": core.call_utility("wakman_status")}
+    told |= {"answers": {}, "hot": {}}
     for policy in ("lru", "s3fifo", "arc") if told["start"]["attached"] else ():
         core.call_utility("wakman_set_policy", policy, "test", "try it")
         told["answers"][policy] = answers(llm, prompts)

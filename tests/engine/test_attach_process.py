@@ -46,9 +46,13 @@ def run(**environ: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_by_entry_point_in_the_engines_process(method: str) -> None:
-    """Spawned or forked: the entry point attaches in the engine's process, RPC switches it, and no answer changes."""
+    """Spawned or forked: the entry point attaches in the engine's process, RPC switches it, and no answer changes.
+
+    The worker is a process of its own (`mp`); engines in the tests' own process have theirs beside them (`uni`).
+    """
     told = run(VLLM_WORKER_MULTIPROC_METHOD=method)
     start, end = told["start"], told["end"]
+    assert told["executor"] == "mp"
     assert start["attached"], start
     assert start["pid"] != told["here"]
     assert (start["policy"], start["mode"], start["support"]) == ("lru", "auto", "tested")

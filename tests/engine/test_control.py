@@ -153,12 +153,12 @@ def test_the_control_file_under_traffic(engines: Engines, monkeypatch: pytest.Mo
         assert called(llm, "wakman_status")["policy"] == "lru"
     called(llm, "wakman_set_policy", "s3fifo", "someone", "a newer order")
     path.unlink()
-    assert serve(llm, prompts, lambda: file_says(llm, {}, "vanished")) == wanted
+    assert serve(llm, prompts, lambda: file_says(llm, {}, "removed")) == wanted
     assert called(llm, "wakman_status")["policy"] == "s3fifo"
     write(path, '{"policy": "auto"}')
     assert serve(llm, prompts, lambda: called(llm, "wakman_status")["mode"] == "auto") == wanted
     status = called(llm, "wakman_status")
-    assert status["control_file"]["ignored"] == 4
+    assert status["control_file"]["ignored"] == 3
     history = called(llm, "wakman_history")["history"]
     assert [(e["to"], e["cause"], e["actor"]) for e in history if e["cause"] != "start"] == [
         ("arc", "file", "helm"),

@@ -94,6 +94,10 @@ def _two_groups(made: Any) -> None:
     coordinator.single_type_managers = coordinator.single_type_managers * 2
 
 
+def _no_group(made: Any) -> None:
+    made.kv_cache_manager.coordinator.single_type_managers = ()
+
+
 def _sliding_window(made: Any) -> None:
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
@@ -171,7 +175,8 @@ def _new_attribute(made: Any) -> None:
     [
         (_caching_off, "prefix caching is off"),
         (_pool_caching_off, "prefix caching is off"),
-        (_two_groups, "the model has 2 KV cache groups (hybrid attention); only one is supported"),
+        (_two_groups, "the model has 2 KV cache groups (FullAttentionSpec); only one is supported"),
+        (_no_group, "the model has no KV cache"),
         (_sliding_window, "the model's KV cache is no full attention (SlidingWindowManager of NoneType)"),
         (_mamba, "the model's KV cache is no full attention (MambaManager of NoneType)"),
         (_own_pool, "the KV cache group has a block pool of its own"),

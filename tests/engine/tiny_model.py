@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +47,29 @@ ENVIRONMENT: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     # Two engines on one machine start fast only where neither spins while it waits.
     "KMP_BLOCKTIME": "0",
+    # numba's own (n-grams): on OpenMP's, it and torch break up each other's teams of threads at each step.
+    "NUMBA_THREADING_LAYER": "workqueue",
 }
 
 
 def tiny_model() -> str:
     """Return the folder of the model, made if need be (about 3 s the first time, in a vLLM environment)."""
-    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    folder = cache_folder() / f"tiny-model-{digest}"
-    if not (folder / "config.json").is_file():
+    return made_once("tiny-model", _make, Path(__file__))
+
+
+def made_once(name: str, make: Callable[[Path], None], *sources: Path) -> str:
+    """Return a folder in the cache that `make` filled, now or before; it is made anew when a source file changes."""
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    folder = cache_folder() / f"{name}-{digest}"
+    if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix="tiny-model-", suffix=".part", dir=folder.parent))
+        part = Path(tempfile.mkdtemp(prefix=f"{name}-", suffix=".part", dir=folder.parent))
         try:
-            _make(part)
+            make(part)
             part.rename(folder)
         except OSError:
             # Somebody else was first; anything else shows when the folder is used.
-            if not (folder / "config.json").is_file():
+            if not folder.is_dir():
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -102,10 +109,10 @@ def prompt(*tokens: int) -> dict[str, Any]:
     return {"prompt_token_ids": list(tokens)}
 
 
-def _make(folder: Path) -> None:
-    import torch
+def save_tokenizer(folder: Path) -> None:
+    """Put the tokenizer of numbers beside a model of `VOCABULARY` words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = {f"<{number}>": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<0>"))
@@ -113,6 +120,13 @@ def _make(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<0>", bos_token="<1>", eos_token="<2>", pad_token="<0>"
     ).save_pretrained(folder)
+
+
+def _make(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    save_tokenizer(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
