@@ -4,8 +4,6 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 BIN := $(VENV)/bin
 SOURCES := service replay planner engine_patch
 ARGS ?=
-# Processes that run unit and contract tests; 0: this one. WORKERS=2 is faster.
-WORKERS ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo lab test check lint types imports spelling generated unit e2e claims engine engine-env engine-try engine-versions fuzz bench generate clean
@@ -43,7 +41,7 @@ generated: $(VENV)/.installed-dev
 	@echo "service/pb is up to date"
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) tests/unit tests/contract $(ARGS)
+	$(BIN)/python -m tests.two_runs tests/unit tests/contract $(ARGS)
 
 e2e: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
