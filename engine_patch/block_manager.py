@@ -95,11 +95,6 @@ class VllmBlocks:
         assert self._adopted is not None, "a stock queue cannot be switched"
         self._adopted.switch(policy)
 
-    def vllm_hit_rate(self) -> float:
-        """Return the hit rate by vLLM's own statistics since it was last asked: prompt tokens read from the cache."""
-        stats = self._manager.make_prefix_cache_stats()
-        return float(stats.hits / stats.queries) if stats and stats.queries else 0.0
-
     def check(self) -> str | None:
         """Return what is wrong with the adopted queue; None when nothing is. O(num_blocks)."""
         return self._adopted.check() if self._adopted is not None else None

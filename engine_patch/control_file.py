@@ -6,9 +6,11 @@
 3. It is obeyed only if it is a regular file that belongs to root or to the engine's own user and that not everybody may
    write. What was opened is what is judged, so a file swapped in between gains nothing. Links are followed (a ConfigMap
    is one).
-4. Anything else (half-written, not JSON, a field too many, a directory, foreign, vanished) is ignored and counted once,
-   the order before it stays in force, and `status` and one line in the log say why.
+4. Anything else (half-written, not JSON, a field too many, a directory, foreign) is ignored and counted once, the order
+   before it stays in force, and `status` and one line in the log say why.
 5. Each write is one order, also when it says the same as the last: whoever writes wants it. It is handed out once.
+6. To remove the file (`rm`, a ConfigMap or its key deleted, a link to nowhere) is no order and no fault: what was
+   ordered stays, the state is `gone`, the log says it once, nothing is counted. Only a restart forgets it.
 
 Replace the file by renaming a new one over it; a write in place may be seen half-done, and is then read again.
 """
@@ -76,17 +78,17 @@ class ControlFile:
         self._obeyed: dict[str, Any] | None = None
         self._state, self._why = "waiting", "not looked at yet"
         self._ignored = 0
-        self._looked_at = 0.0
+        self._looked_at: float | None = None
         self._ended = threading.Event()
 
     def start(self) -> None:
         """Look once a second from now on, in a daemon thread of its own."""
+        self._looked_at = time.monotonic()
         threading.Thread(target=self._watch, name="wakman-control-file", daemon=True).start()
 
     def close(self) -> None:
-        """Look no more; returns at once."""
+        """Look no more; returns at once, also while a look hangs."""
         self._ended.set()
-        self._state, self._why = "closed", "the engine is detached or shut down, and reads it no more"
 
     def take(self) -> Order | None:
         """Return an order that nobody took yet; about 0.1 µs when there is none."""
@@ -94,24 +96,28 @@ class ControlFile:
 
     def answered(self, order: Order, error: str = "") -> None:
         """Take note of what became of an order: obeyed, or refused by the engine with this error."""
+        gone = self._state == "gone"
         if error:
-            self._ignore(error)
+            self._ignore(error, shown=not gone)
         else:
             self._obeyed = {"policy": order.policy, "reason": order.reason, "actor": order.actor, "at": time.time()}
-            if not self._orders:
+            if not self._orders and not gone:
                 self._state, self._why = "obeyed", ""
 
     def status(self) -> dict[str, Any]:
-        """Return its state (`waiting`, `missing`, `read` but not yet taken, `obeyed`, `ignored`, `closed`) and why.
+        """Return its state and why: `waiting` to be looked at, `missing` since the start, `read` but not yet taken by
+        the engine, `obeyed`, `ignored`, `gone` (removed), or `closed`.
 
         obeyed: the last order that was, with its time (unix s).  ignored: how many contents were, since the start.
-        looked_s: seconds since the last look; much more than `LOOK_S` when the file system hangs.
+        looked_s: seconds since the last look, or since the start where there was none yet; much more than `LOOK_S` when
+        the file system hangs; None where nobody watches.
         """
-        looked_s = round(max(0.0, time.time() - self._looked_at), 1) if self._looked_at else None
+        looked_s = None if self._looked_at is None else round(time.monotonic() - self._looked_at, 1)
+        closed = self._ended.is_set()
         return {
             "path": self.path,
-            "state": self._state,
-            "why": self._why,
+            "state": "closed" if closed else self._state,
+            "why": "the engine is detached or shut down, and reads it no more" if closed else self._why,
             "obeyed": self._obeyed,
             "ignored": self._ignored,
             "looked_s": looked_s,
@@ -126,7 +132,8 @@ class ControlFile:
         except FileNotFoundError:
             if self._seen is not None:
                 self._seen = None
-                self._ignore("it vanished; the last order stays")
+                self._state, self._why = "gone", "it was removed; what was ordered last stays, until a restart"
+                logger.info("wakman: the control file %s was removed; what was ordered last stays", self.path)
             elif self._state == "waiting":
                 self._state, self._why = "missing", "there is no such file yet"
                 logger.info("wakman: the control file %s does not exist yet", self.path)
@@ -139,7 +146,7 @@ class ControlFile:
                 self._ignore(exc.strerror or type(exc).__name__)
         except Exception as exc:  # the thread must live
             self._ignore(f"{type(exc).__name__} while reading it")
-        self._looked_at = time.time()
+        self._looked_at = time.monotonic()
 
     def _look(self) -> None:
         if self._signature(os.stat(self.path)) == self._seen:
@@ -164,9 +171,10 @@ class ControlFile:
         # Mode and owner: a file that was refused for them is read again once they are right.
         return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode, found.st_uid)
 
-    def _ignore(self, why: str) -> None:
+    def _ignore(self, why: str, *, shown: bool = True) -> None:
         self._ignored += 1
-        self._state, self._why = "ignored", why
+        if shown:
+            self._state, self._why = "ignored", why
         logger.warning("wakman: the control file %s is ignored: %s", self.path, why)
 
     def _watch(self) -> None:

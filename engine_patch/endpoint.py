@@ -74,16 +74,23 @@ class Engines:
 
 async def _answered(engine: int, call: Awaitable[Any]) -> dict[str, Any]:
     """Return what an engine answers within `ANSWER_S`, or why it is silent."""
+    # Not `wait_for`: up to Python 3.10 it raises another TimeoutError than the built-in one, and either could as well
+    # be vLLM's own, raised at once.
+    task = asyncio.ensure_future(call)
     try:
-        answer = await asyncio.wait_for(call, ANSWER_S)
-    except TimeoutError:
+        await asyncio.wait({task}, timeout=ANSWER_S)
+        if task.done():
+            answer = task.result()
+            return answer if isinstance(answer, dict) else {"engine": engine, "error": f"answered {answer!r}"}
         why = f"engine {engine} did not answer within {ANSWER_S:g} s"
     except Exception as exc:  # vLLM's: the engine died, is shutting down, or does not know the method
-        why = f"{type(exc).__name__}: {exc}"
+        why = f"{type(exc).__name__}: {exc}".removesuffix(": ")
         if "has no attribute" in why:
             why = "the engine's process has not loaded the patch; see its log for `wakman:`"
-    else:
-        return answer if isinstance(answer, dict) else {"engine": engine, "error": f"answered {answer!r}"}
+        elif type(exc).__name__ == "EngineDeadError":  # it says "see above", which is in the log
+            why = f"engine {engine} has died; the server's log says of what"
+    finally:
+        task.cancel()
     return {"engine": engine, "silent": True, "error": why}
 
 

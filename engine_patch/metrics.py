@@ -7,6 +7,8 @@
 4. A counter follows the engine's: it is advanced by what the engine counted since, so a restarted engine, which counts
    from 0 again, never takes it back.
 5. Every series has the label `engine`, the number among the data-parallel engines, as vLLM's own have.
+6. What a shadow expects is shown while it runs and its engine is attached; of a shadow that has ended nothing is known.
+   An engine that does not answer keeps its last values, as old as its timestamp says.
 """
 
 import math
@@ -78,11 +80,13 @@ def families(statuses: Iterable[Mapping[str, Any]], now: float) -> list[Family]:
         for row in status.get("switch_counts") or ():
             add("wakman_switches_total", engine, row["from"], row["to"], row["cause"], value=row["count"])
         shadow = status.get("shadow") or {}
-        add("wakman_shadow_up", engine, value=bool(attached and shadow.get("up")))
-        rates = shadow.get("rates") or (status.get("last_decision") or {}).get("rates") or {}
-        for policy, rate in rates.items():
-            add("wakman_shadow_hit_rate", engine, policy, value=rate)
-        add("wakman_residual", engine, value=status.get("residual"))
+        up = bool(attached and shadow.get("up"))
+        add("wakman_shadow_up", engine, value=up)
+        if up:
+            rates = shadow.get("rates") or (status.get("last_decision") or {}).get("rates") or {}
+            for policy, rate in rates.items():
+                add("wakman_shadow_hit_rate", engine, policy, value=rate)
+            add("wakman_residual", engine, value=status.get("residual"))
         add("wakman_events_dropped_total", engine, value=status.get("drops"))
         for reason, count in (status.get("decisions") or {}).items():
             add("wakman_decisions_total", engine, reason, value=count)
@@ -129,7 +133,9 @@ class Exporter:
                 )
 
     def show(self, found: Iterable[Family]) -> None:
-        """Show these values from now on; a gauge that is not among them any more becomes NaN."""
+        """Show these values from now on; a gauge that its engine does not tell any more becomes NaN."""
+        found = list(found)
+        told = {labels[0] for family in found for labels, _ in family.samples}
         for family in found:
             metric = self._metrics[family.name]
             for labels, value in family.samples:
@@ -142,10 +148,12 @@ class Exporter:
                     series.set(value)
             if family.kind == GAUGE:
                 now = {labels for labels, _ in family.samples}
+                before = self._shown.get(family.name, set())
                 # A series cannot be removed from the files of several processes, but NaN ends it in Prometheus.
-                for labels in self._shown.get(family.name, set()) - now:
-                    metric.labels(*labels).set(math.nan)
-                self._shown[family.name] = now
+                for labels in before - now:
+                    if labels[0] in told:
+                        metric.labels(*labels).set(math.nan)
+                self._shown[family.name] = now | {labels for labels in before if labels[0] not in told}
 
 
 def _escaped(label: str) -> str:

@@ -13,7 +13,7 @@
    recovered_pair  the paper's: (wakman - worse) / (better - worse) of LRU and S3-FIFO, by preset; None at 1 point
    over_worse   of `wakman`: its rate minus that of the worst policy of `pool`
    switches     of `wakman`, a run
-4. A finished run is a line of the results file; a run found there is not repeated.
+4. Finished runs can be kept and used again: `replay.evaluation_log`.
 
 Numpy and the standard library alone. An hour's mix takes 3 to 10 s a policy, 20 s a preset.
 """
@@ -139,19 +139,6 @@ def run_case(
         }
 
 
-def kept(path: Path, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a results file that these settings made; a line cut short by a crash is passed over."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict) and found.get("settings") == settings.fingerprint():
-            yield found
-
-
 def summarise(lines: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, Any]:
     """Return the document: settings, a row a mix (rule 3), and means and medians over the mixes."""
     by_mix: dict[str, dict[int, dict[str, Mapping[str, Any]]]] = {}
@@ -263,4 +250,4 @@ def _bounds(trace: Sequence[Request], blocks: int) -> dict[str, float]:
     return {name: round(count * trace[0].block_tokens / tokens, 6) for name, count in hits.items()}
 
 
-__all__ = ["READINGS", "Blocks", "Settings", "Wakman", "kept", "run_case", "summarise"]
+__all__ = ["READINGS", "Blocks", "Settings", "Wakman", "run_case", "summarise"]

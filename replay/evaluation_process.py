@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from engine_patch.shadow_process import die_with
+from engine_patch.parent import die_with
 from replay.evaluation import Settings, run_case
 from replay.mixes import Traffic
 from replay.scenarios import Recorded

@@ -69,9 +69,9 @@ def evaluate(
     from importlib.util import find_spec
 
     from engine_patch.policy import POLICIES
-    from replay.evaluation import MANAGERS, PRESETS, READINGS, Settings, kept, summarise
+    from replay.evaluation import MANAGERS, PRESETS, READINGS, Settings, summarise
+    from replay.evaluation_log import RunLog
     from replay.evaluation_process import run
-    from service.files import check_folder
 
     if drift:
         mixes = "drift"
@@ -112,19 +112,20 @@ def evaluate(
                     f"--only {name!r} is not in --mixes {mixes}", f"there are {', '.join(sorted(names))}"
                 )
         cases = [case for case in cases if case[0] in only]
+    log = None if out is None else RunLog(out, settings)
     lines: dict[tuple[str, int, str], dict[str, Any]] = {}
     runs = [(mix, number, name) for mix, number in cases for name in settings.names()]
-    if out is not None:
-        check_folder("--out", out.parent)
-        found = {(line["mix"], line["seed"], line["name"]): line for line in kept(out, settings)}
-        lines = {run: found[run] for run in runs if run in found}
+    if log is not None:
+        lines = {run: log.runs[run] for run in runs if run in log.runs}
+        if log.torn:
+            note(f"{out}: {log.torn} torn line{'s' * (log.torn > 1)}, from a run killed while writing; made again")
         if lines:
             note(f"{len(lines)} of {len(runs)} runs are in {out} already")
 
     def done(line: dict[str, Any]) -> None:
         lines[line["mix"], line["seed"], line["name"]] = line
-        if out is not None:
-            _keep(out, line)
+        if log is not None:
+            log.keep(line)
         rate = f": {100 * line['hit']:.2f} %" if "hit" in line else ""
         note(f"{len(lines)}/{len(runs)} {line['mix']} seed {line['seed']} {line['name']}{rate}")
 
@@ -139,16 +140,6 @@ def evaluate(
 
 def _listed(names: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-
-
-def _keep(path: Path, line: dict[str, Any]) -> None:
-    import json
-
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    except OSError as exc:
-        raise InvalidInput(f"--out {path}: {exc.strerror}", "name a file that can be written") from exc
 
 
 def _tables(result: dict[str, Any], settings: "Settings") -> list[Table]:

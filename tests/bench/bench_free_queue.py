@@ -118,6 +118,8 @@ PATTERNS: dict[str, Pattern] = {"scan": scan, "single": single, "agentic": agent
 class Path:
     """One manager and the requests on it, a few in flight."""
 
+    leaves_hashes = False
+
     def __init__(self, policy: str, num_blocks: int) -> None:
         self.manager = new_manager(num_blocks)
         self.running: list[Any] = []
@@ -125,6 +127,7 @@ class Path:
         self.hits = self.blocks = self.number = 0
         if policy != "stock":
             self.state = attach(self.manager)
+            self.state.clears_hashes &= not self.leaves_hashes
             free_queue.switch(self.manager.block_pool.free_block_queue, self.state, policy)
 
     def run(self, requests: list[tuple[list[bytes], list[bytes]]]) -> float:
@@ -343,12 +346,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="*", default=["path", "operations", "switches"])
     parser.add_argument("--policies", nargs="*", default=list(POLICIES))
+    parser.add_argument("--leave-hashes", action="store_true", help="evict as where vLLM's code is not the known one")
     parser.add_argument("--patterns", nargs="*", default=list(PATTERNS))
     options = parser.parse_args()
     try:
         import vllm
     except ModuleNotFoundError:
         within_vllm()
+    Path.leaves_hashes = options.leave_hashes
     print(f"free-block queues in vLLM {vllm.__version__} ({machine()})")
     for num_blocks in options.blocks:
         if "path" in options.only:

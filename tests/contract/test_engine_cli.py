@@ -1,143 +1,19 @@
-"""`cacheroute engine status | policy | history` as their users run them, against servers that answer, refuse or lie.
+"""`cacheroute engine status | policy | history` as their users run them, against servers that answer, refuse or lie."""
 
-The good server's answers are made by the code that answers inside vLLM's API server; only the engines are stand-ins.
-"""
-
-import asyncio
-import contextlib
 import json
-import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import yaml
 
-from engine_patch import control, endpoint
 from engine_patch.policy import POLICIES
+from planner.cli.engine_policy import NAMES
+from tests.contract.wakman_servers import Engine, constant, listening, patched, run
 
 KEY = "correct-horse"
-
-
-class Engine:
-    """An attached engine that obeys."""
-
-    control = None
-
-    def __init__(self, **changes: Any) -> None:
-        self.told: dict[str, Any] = {
-            "attached": True,
-            "reason": "",
-            "policy": "lru",
-            "mode": "auto",
-            "since": 1_700_000_000.0,
-            "switches": 0,
-            "residual": 0.001,
-            "shadow": {"up": True, "rates": {"lru": 0.41, "s3fifo": 0.52}},
-            "last_decision": {"text": "s3fifo would hit 52.0 % of the tokens, lru 41.0 %: switch."},
-            **changes,
-        }
-        self.orders: list[tuple[str, str, str]] = []
-
-    def poll(self, now: float) -> None:
-        pass
-
-    def status(self) -> dict[str, Any]:
-        return self.told
-
-    def history(self) -> list[dict[str, Any]]:
-        names = ("lru", *(mode for mode, _, _ in self.orders))
-        return [
-            {"at": 1_700_000_000.0 + n, "from": names[n], "to": mode, "cause": "manual", "actor": actor, "why": why}
-            for n, (mode, actor, why) in enumerate(self.orders)
-        ]
-
-    def set_mode(self, mode: str, actor: str, why: str, cause: str = "manual") -> dict[str, Any]:
-        self.orders.append((mode, actor, why))
-        self.told = {**self.told, "mode": mode, "policy": mode if mode in POLICIES else self.told["policy"]}
-        return self.told
-
-
-class Behind:
-    """The engines behind one server, asked as vLLM's are."""
-
-    def __init__(self, *engines: Engine) -> None:
-        self.engines = engines
-
-    async def ask(self, method: str, *arguments: str) -> list[dict[str, Any]]:
-        return [control.answer(engine, index, method, *arguments) for index, engine in enumerate(self.engines)]
-
-
-Answer = Callable[[str, str, bytes, Mapping[str, str]], tuple[int, bytes, Mapping[str, str]]]
-
-
-@contextlib.contextmanager
-def listening(answer: Answer) -> Iterator[str]:
-    """Serve what `answer(method, path, body, headers)` returns, at the URL that is yielded."""
-
-    class Asked(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            code, page, headers = answer(self.command, self.path, body, self.headers)
-            self.send_response(code)
-            for name, value in {"Content-Length": str(len(page)), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(page)
-
-        do_POST = do_GET  # noqa: N815
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Asked)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def patched(*engines: Engine, key: str = "") -> contextlib.AbstractContextManager[str]:
-    """A vLLM server with these engines, and a key if one is given."""
-    behind: Any = Behind(*engines)
-
-    def answer(method: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes, Mapping[str, str]]:
-        if key and headers.get("Authorization") != f"Bearer {key}":
-            return 401, b'{"error":"Unauthorized"}', {}
-        answers: dict[tuple[str, str], Callable[[], Any]] = {
-            ("GET", "/v1/wakman/status"): lambda: endpoint.answer_status(behind),
-            ("GET", "/v1/wakman/history"): lambda: endpoint.answer_history(behind),
-            ("POST", "/v1/wakman/policy"): lambda: endpoint.answer_policy(behind, body, "127.0.0.1"),
-        }
-        code, document = asyncio.run(answers[method, path]())
-        return code, json.dumps(document).encode(), {"Content-Type": "application/json"}
-
-    return listening(answer)
-
-
-def constant(code: int, page: bytes = b"", **headers: str) -> contextlib.AbstractContextManager[str]:
-    """A server that always answers this."""
-    return listening(lambda *_: (code, page, headers))
-
-
-def run(*arguments: str, exit_code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CACHEROUTE_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "planner.cli", "engine", *arguments],
-        env={**inherited, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == exit_code, done
-    assert "Traceback" not in done.stderr
-    return done
 
 
 def test_status_of_several_servers() -> None:
@@ -179,9 +55,12 @@ def test_the_key_is_sent() -> None:
     with patched(Engine(), key=KEY) as url:
         assert run("status", "--url", url, "--api-key", KEY).stdout
         assert run("status", "--url", url, CACHEROUTE_ENGINE_API_KEY=KEY).stdout
-        assert "--api-key" in run("status", "--url", url, exit_code=3).stderr
+        assert "wants a key; give its own by --api-key" in run("status", "--url", url, exit_code=3).stderr
         wrong = run("policy", "arc", "--url", url, "--reason", "r", "--api-key", "hunter2", exit_code=3)
+        assert "refuses the key that it was given" in wrong.stderr
         assert "hunter2" not in wrong.stdout + wrong.stderr
+    with constant(403) as url:
+        assert "shut off by what stands before it" in run("status", "--url", url, exit_code=3).stderr
 
 
 def test_an_engine_that_is_not_attached() -> None:
@@ -203,15 +82,61 @@ def test_an_engine_that_is_not_attached() -> None:
         ({"shadow": {"up": False}}, "shadow process does not run"),
         ({"shadow": {"up": False}, "mode": "arc"}, ""),
         ({"control_file": {"path": "/etc/w.json", "state": "ignored", "why": "not JSON"}}, "/etc/w.json is ignored"),
-        ({"control_file": {"path": "/etc/w.json", "state": "missing", "why": "none yet"}}, ""),
+        ({"control_file": {"path": "/etc/w.json", "state": "missing", "why": "none yet", "looked_s": 0.7}}, ""),
+        ({"control_file": {"path": "/etc/w.json", "state": "gone", "why": "it was removed", "ignored": 3}}, ""),
+        ({"control_file": {"path": "/etc/w.json", "state": "obeyed", "looked_s": 90.2}}, "not answered for 90 s"),
+        (
+            {"shadow": {"up": False, "gave_up": True, "error": "no memory"}},
+            "a restart of the engine tries again): no memory",
+        ),
     ],
 )
 def test_check_is_for_scripts(changes: dict[str, Any], words: str) -> None:
-    """`--check` is 1 with a sentence when something is amiss: no shadow that `auto` needs, a control file ignored."""
+    """`--check` is 1 with a sentence when something is amiss: no shadow that `auto` needs, a control file ignored or
+    hanging; a file that was removed on purpose is nothing amiss."""
     with patched(Engine(**changes)) as url:
         done = run("status", "--url", url, "--check", exit_code=1 if words else 0)
         assert words in done.stderr
         assert bool(done.stderr) is bool(words)
+
+
+@pytest.mark.parametrize("changes", [{"attached": False, "reason": "switched off by mira"}, {"shadow": {"up": False}}])
+def test_a_shadow_that_has_ended_says_nothing(changes: dict[str, Any]) -> None:
+    """After `off`, or while its process is down, no rates, residual or decision are shown as if they were live."""
+    rates = {"lru": 0.41, "s3fifo": 0.52}
+    told = {"residual": 0.0042, "last_decision": {"text": "s3fifo it is", "rates": rates}, "mode": "lru"}
+    with patched(Engine(**told)) as live, patched(Engine(**{**told, **changes})) as ended:
+        for words in ("0.0042", "0.52", "s3fifo it is"):
+            assert words in run("status", "--url", live).stdout
+            assert words not in run("status", "--url", ended).stdout
+
+
+def test_a_decision_of_before_the_last_switch_says_so() -> None:
+    """A decision that was about another live policy (somebody switched since) does not read as today's."""
+    decision = {"text": "lru stays, it is the best.", "live": "lru", "switch": False}
+    with (
+        patched(Engine(policy="lru", last_decision=decision)) as before,
+        patched(
+            Engine(policy="arc", last_decision=decision),
+            Engine(policy="arc", last_decision={**decision, "switch": True}),
+        ) as after,
+    ):
+        assert "(before" not in run("status", "--url", before).stdout
+        assert run("status", "--url", after).stdout.count("(before the last switch) lru stays") == 1
+
+
+def test_an_engine_without_switches_says_so() -> None:
+    """An empty history is a sentence, not silence."""
+    with patched(Engine()) as url:
+        done = run("history", "--url", url)
+        assert (done.stdout, done.stderr) == ("", f"{url} engine 0: no switch since its start\n")
+
+
+def test_help_names_every_policy() -> None:
+    """What `policy --help` lists is what there is."""
+    assert NAMES.split(", ") == ["auto", *POLICIES, "off"]
+    told = " ".join(run("policy", "--help").stdout.split())
+    assert NAMES in told
 
 
 def test_an_unknown_policy_is_refused_by_the_server() -> None:
@@ -226,22 +151,15 @@ def test_an_unknown_policy_is_refused_by_the_server() -> None:
 def test_servers_that_do_not_answer_as_ours_do() -> None:
     """Each gives one sentence: 5 when it or its engine cannot be reached, 3 when it refuses or is no such server."""
     with constant(404, b"{}") as none, constant(200, b"<html>") as page, constant(200, b"[1]") as other:
-        assert "VLLM_PLUGINS=wakman" in run("status", "--url", none, exit_code=3).stderr
+        told = run("status", "--url", none, exit_code=3).stderr
+        assert "VLLM_PLUGINS=wakman" in told
+        assert "WAKMAN_CONTROL_FILE" in told
         for url in (page, other):
             assert "is it a vLLM server?" in run("status", "--url", url, exit_code=3).stderr
     with constant(503, b'{"error": "an engine did not answer within 10 s"}') as silent, constant(502, b"<html>") as bad:
         assert "did not answer within 10 s" in run("status", "--url", silent, exit_code=5).stderr
         assert "answers 502" in run("status", "--url", bad, exit_code=5).stderr
     assert "cannot be reached" in run("status", "--url", "http://127.0.0.1:1", exit_code=5).stderr
-
-
-def test_one_server_of_two_is_away() -> None:
-    """What the other says is printed all the same, and the exit code is the worst."""
-    with patched(Engine()) as url:
-        done = run("status", "--url", "http://127.0.0.1:1", "--url", url, "-o", "json", exit_code=5)
-        away, there = json.loads(done.stdout)["servers"]
-        assert "cannot be reached" in away["error"]
-        assert there["engines"][0]["policy"] == "lru"
 
 
 def test_the_key_does_not_follow_a_redirect() -> None:
@@ -255,7 +173,8 @@ def test_the_key_does_not_follow_a_redirect() -> None:
         return 200, b"{}", {}
 
     with listening(elsewhere) as there, constant(307, Location=f"{there}/v1/wakman/status") as url:
-        assert "answers 307" in run("status", "--url", url, "--api-key", KEY, exit_code=3).stderr
+        told = run("status", "--url", url, "--api-key", KEY, exit_code=3).stderr
+        assert f"answers 307, a redirect that is not followed; name {there}/v1/wakman/status" in told
     assert asked == []
 
 
@@ -279,6 +198,8 @@ def test_a_simulated_engine_is_seen_and_steered_alike() -> None:
     "arguments",
     [
         ("status",),
+        ("status", "--url", ""),
+        ("policy", "arc", "--url", " , ", "--reason", "r"),
         ("status", "--url", "ftp://host"),
         ("status", "--url", "http://"),
         ("status", "--url", "http://host:99999"),

@@ -126,16 +126,64 @@ async def test_a_silent_engine_is_503(core: Any, words: str) -> None:
     assert words in body["error"]
 
 
-async def test_an_engine_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `ANSWER_S` the call is given up."""
+class Hangs:
+    """A client whose engine never answers; `given_up` once nobody waits for it any more."""
 
-    class Hangs:
-        async def call_utility_async(self, method: str, *arguments: str) -> Any:
+    def __init__(self) -> None:
+        self.asked, self.given_up = asyncio.Event(), asyncio.Event()
+
+    async def call_utility_async(self, method: str, *arguments: str) -> Any:
+        self.asked.set()
+        try:
             await asyncio.Event().wait()
+        finally:
+            self.given_up.set()
 
+
+async def test_an_engine_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `ANSWER_S` the call is given up, and ended."""
     monkeypatch.setattr(endpoint, "ANSWER_S", 0.01)
+    core = Hangs()
     with pytest.raises(Silent, match=r"engine 0 did not answer within 0\.01 s"):
-        await engines(Hangs()).ask("wakman_status")
+        await engines(core).ask("wakman_status")
+    await asyncio.wait_for(core.given_up.wait(), 20)
+
+
+async def test_a_client_that_goes_takes_its_call_along() -> None:
+    """Whoever asked and went (an HTTP client that closed its connection) leaves no call behind."""
+    core = Hangs()
+    asking = asyncio.create_task(engines(core).ask("wakman_status"))
+    await core.asked.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await asyncio.wait_for(core.given_up.wait(), 20)
+
+
+class EngineDeadError(Exception):
+    """As vLLM's is called."""
+
+
+async def test_a_dead_engine_is_called_dead() -> None:
+    """vLLM's own sentence points at a stack trace above it, which who asks does not see."""
+    dead = EngineDeadError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+    code, body = await answer_status(engines(Client(STATUS, dead)))
+    assert (code, body["error"]) == (503, "engine 1 has died; the server's log says of what")
+
+
+class OldTimeoutError(Exception):
+    """As `asyncio.TimeoutError` is up to Python 3.10: no child of the built-in one."""
+
+
+OldTimeoutError.__name__ = "TimeoutError"
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, OldTimeoutError])
+async def test_a_timeout_of_vllms_own_is_not_taken_for_ours(kind: type[Exception]) -> None:
+    """On every Python a call that raises some TimeoutError at once is told as it is, not as ten seconds of silence."""
+    for error, words in ((kind(), "TimeoutError"), (kind("no reply"), "TimeoutError: no reply")):
+        code, body = await answer_status(engines(Client(STATUS, error)))
+        assert (code, body["error"]) == (503, words)
 
 
 async def test_an_answer_that_is_none_is_a_fault_of_that_engine() -> None:

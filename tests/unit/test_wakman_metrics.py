@@ -6,6 +6,7 @@ import sys
 import textwrap
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_patch.metrics import COUNTER, families, text
@@ -149,13 +150,48 @@ def test_counters_follow_the_engines_and_never_go_back() -> None:
     assert exported("[status(drops=7)], [status(drops=2)], [status(drops=4)]")[name] == 11
 
 
-def test_a_gauge_ends_when_nobody_tells_it_any_more() -> None:
-    """Once an engine is detached, its hit rates and residual are NaN instead of what they were."""
-    found = exported("[status()], [status(attached=False, policy=None, residual=None, shadow=None)]")
+# What attachment.status says once it is detached: what the shadow said last is still in it.
+DETACHED = "status(attached=False, policy=None, mode='off', shadow={'up': False, 'rates': {'lru': 0.25, 'arc': 0.5}})"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_after_off_nothing_is_shown_as_if_it_were_live(several: bool, tmp_path: Any) -> None:
+    """Detached, an engine has no shadow: its rates and residual are NaN with one API server and with several."""
+    found = exported(f"[status()], [{DETACHED}]", str(tmp_path) if several else "")
     assert math.isnan(found['wakman_residual{engine="0"}'])
-    assert math.isnan(found['wakman_shadow_hit_rate{engine="0",policy="arc"}'])
-    assert found['wakman_policy{engine="0",policy="arc"}'] == 0
-    assert found['wakman_attached{engine="0"}'] == 0
+    for policy in ("lru", "arc"):
+        assert math.isnan(found[f'wakman_shadow_hit_rate{{engine="0",policy="{policy}"}}'])
+        assert found[f'wakman_policy{{engine="0",policy="{policy}"}}'] == 0
+    assert found['wakman_attached{engine="0"}'] == found['wakman_shadow_up{engine="0"}'] == 0
+    assert found['wakman_automatic{engine="0"}'] == 0
+    assert found['wakman_events_dropped_total{engine="0"}'] == 3
+    page = shown(eval(DETACHED))
+    assert value(page, "wakman_shadow_up") == 0
+    assert not {name for name, _ in page} & {"wakman_residual", "wakman_shadow_hit_rate"}
+
+
+def test_a_shadow_that_does_not_run_tells_nothing() -> None:
+    """Killed, it leaves no rates and no residual until it is back; the engine is attached all the same."""
+    dead = "status(shadow={'up': False, 'rates': {'lru': 0.25, 'arc': 0.5}}, last_decision={'rates': {'lru': 0.25}})"
+    found = exported(f"[status()], [{dead}]")
+    assert found['wakman_attached{engine="0"}'] == 1
+    assert found['wakman_shadow_up{engine="0"}'] == 0
+    assert math.isnan(found['wakman_residual{engine="0"}'])
+    assert math.isnan(found['wakman_shadow_hit_rate{engine="0",policy="lru"}'])
+    assert exported(f"[status()], [{dead}], [status()]")['wakman_residual{engine="0"}'] == -0.002
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_engine_that_falls_silent_keeps_its_timestamp(several: bool, tmp_path: Any) -> None:
+    """One of two does not answer: its series stand still, so that an alert on its timestamp fires; told again, end."""
+    silent = "{'engine': 1, 'silent': True, 'error': 'engine 1 did not answer'}"
+    folder = str(tmp_path) if several else ""
+    found = exported(f"[status(), status(engine=1)], [status(), {silent}], [status(), {silent}]", folder)
+    for engine in (0, 1):
+        assert found[f'wakman_status_timestamp_seconds{{engine="{engine}"}}'] == 1e9
+        assert found[f'wakman_residual{{engine="{engine}"}}'] == -0.002
+    found = exported(f"[status(engine=1)], [{silent}], [status(engine=1, shadow=None)]")
+    assert math.isnan(found['wakman_residual{engine="1"}'])
 
 
 def test_every_counter_is_named_as_prometheus_wants() -> None:
