@@ -41,7 +41,7 @@ generated: $(VENV)/.installed-dev
 	@echo "service/pb is up to date"
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.two_runs tests/unit tests/contract $(ARGS)
+	$(BIN)/python -m tests.parallel_runs 3 tests/unit tests/contract -- $(ARGS)
 
 e2e: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/e2e $(ARGS)

@@ -1,7 +1,8 @@
-"""Runs pytest on two folders at a time, since one mostly waits: the second one's output comes when both are done.
+"""Runs pytest several times side by side, each on its share of the test files, since many tests mostly wait.
 
-`python -m tests.two_runs FOLDER FOLDER [ARGUMENT …]`: the arguments go to both. Exit code: the first that is not 0; a
-folder in which the arguments leave no test (5) counts for nothing, unless that is so in both.
+`python -m tests.parallel_runs COUNT FOLDER … [-- ARGUMENT …]`: files are dealt out in turn; the arguments go to all.
+The first run's output is seen as it comes, that of the others once all are done. Exit code: the first that is not 0; a
+run to which the arguments leave no test (5) counts for nothing, unless that is so in all.
 """
 
 import signal
@@ -9,14 +10,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 NO_TESTS = 5
 
 
-def command(folder: str, arguments: Sequence[str]) -> list[str]:
-    """Return how pytest is called."""
-    return [sys.executable, "-m", "pytest", folder, *arguments]
+def shares(folders: Sequence[str], count: int) -> list[list[str]]:
+    """Return the test files of each run."""
+    files = [str(path) for folder in folders for path in sorted(Path(folder).glob("**/test_*.py"))]
+    return [files[at::count] for at in range(count)]
 
 
 def verdict(codes: Sequence[int]) -> int:
@@ -31,16 +34,22 @@ def interrupted(*_: int | FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def main(seen: str, kept: str, *arguments: str) -> int:
-    """Run both; what `kept` prints is shown after what `seen` does."""
+def main(count: str, *rest: str) -> int:
+    """Run them all."""
+    at = rest.index("--") if "--" in rest else len(rest)
     signal.signal(signal.SIGTERM, interrupted)
-    with tempfile.TemporaryFile() as log:
-        runs = [
-            subprocess.Popen(command(seen, arguments)),
-            subprocess.Popen(command(kept, arguments), stdout=log, stderr=subprocess.STDOUT),
-        ]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(number)) for number in range(1, int(count))]
+        runs = []
+        for files, log in zip(shares(rest[:at], int(count)), [None, *logs], strict=True):
+            command = [sys.executable, "-m", "pytest", *files, *rest[at + 1 :]]
+            if log is None:
+                runs.append(subprocess.Popen(command))
+            else:
+                with log.open("wb") as out:
+                    runs.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
         try:
-            codes = [run.wait() for run in runs]
+            return verdict([run.wait() for run in runs])
         except KeyboardInterrupt:
             # Each ends what it started before it ends itself.
             for run in runs:
@@ -49,10 +58,9 @@ def main(seen: str, kept: str, *arguments: str) -> int:
                 run.wait()
             return 130
         finally:
-            log.seek(0)
-            sys.stdout.buffer.write(log.read())
+            for log in logs:
+                sys.stdout.buffer.write(log.read_bytes())
             sys.stdout.flush()
-    return verdict(codes)
 
 
 if __name__ == "__main__":
