@@ -4,9 +4,9 @@
    are on the engine's instances, the shadow process runs, and the mode is WAKMAN_POLICY.
 2. Mode `auto` obeys the shadow's decisions, between two steps; any other mode holds that policy, and decisions are only
    shown. A decision about a policy that is no longer live is dropped. `off` detaches for good.
-3. The queue is checked after each switch and every WAKMAN_SELF_CHECK_S, 2,048 blocks before each step (about 1 ms), so
-   nothing waits for the whole of it. A mismatch, like any fault in a hook, ends with `detach`: stock class, stock
-   methods, one log line, and the engine serves on as vLLM made it.
+3. The queue is checked after each switch and every WAKMAN_SELF_CHECK_S: 2,048 blocks before each step (about 1 ms), in
+   the end all are counted before one (free_queue_check.py). A mismatch, like any fault in a hook, ends with `detach`:
+   stock class, stock methods, one log line, and the engine serves on as vLLM made it.
 4. Without a shadow (it cannot start, or died too often) the live policy stays, and the status says so.
 5. Durations by time.monotonic; what people read by the wall clock.
 """
@@ -263,6 +263,8 @@ class Attachment:
                 queue.__class__ = self._stock
             if self._hooks is not None:
                 self._hooks.remove()
+            if self._check is not None:
+                self._check.stop()
             self.close()
             self._hooks = None
 

@@ -9,6 +9,8 @@
 4. Orders of the file are taken in `Control.poll`, which the attachment calls as the engine steps. Each method has it
    polled before it answers, so that an idle engine obeys once it is asked.
 5. An engine that did not attach answers why, and refuses orders; it serves on as vLLM made it.
+6. The last order that was obeyed stands in the status: the history has switches only, and who holds the policy that was
+   live anyway, or lets the engine choose again, switches nothing.
 """
 
 import logging
@@ -42,6 +44,7 @@ class Control:
         self._spans = SwitchSpans()
         self._switches: Counter[tuple[str, str, str]] = Counter()
         self._decisions: Counter[str] = Counter()
+        self._order: dict[str, Any] | None = None
         attachment.listeners.append(self._heard)
 
     def start(self) -> None:
@@ -57,21 +60,24 @@ class Control:
         order = self._file.take()
         if order is None:
             return
+        actor, why = order.actor or "control file", order.reason or "the control file says so"
         try:
-            answer = self._attachment.set_mode(
-                order.policy,
-                order.actor or "control file",
-                order.reason or "the control file says so",
-                cause="file",
-            )
-            error = str(answer.get("error") or "")
+            error = str(self._attachment.set_mode(order.policy, actor, why, cause="file").get("error") or "")
+            if not error:
+                self.obeyed(order.policy, "file", actor, why)
         except Exception as exc:
             error = f"{type(exc).__name__}: {exc}"
         self._file.answered(order, error)
 
+    def obeyed(self, mode: str, cause: str, actor: str, why: str) -> None:
+        """Take note of an order that the engine runs by from now on; one line in the log."""
+        self._order = {"mode": mode, "cause": cause, "actor": actor, "why": why, "at": time.time()}
+        logger.info("wakman: mode %s (%s, %s): %s", mode, cause, actor, why)
+
     def status(self) -> dict[str, Any]:
-        """Return what is counted here, for the engine's status."""
+        """Return the last order, None before the first, and what is counted here, for the engine's status."""
         return {
+            "order": self._order,
             "control_file": None if self._file is None else self._file.status(),
             "switch_counts": [
                 {"from": old, "to": new, "cause": cause, "count": count}
@@ -172,7 +178,10 @@ def _set_policy(attachment: Any, mode: str, actor: str = "", why: str = "") -> d
     if not before.get("attached"):
         error = f"not attached: {before.get('reason') or 'unknown reason'}"
         return {"ok": False, "error": error, "status": _status(attachment)}
-    refused = attachment.set_mode(mode, actor or "somebody", why, cause="manual").get("error") or None
+    actor = actor or "somebody"
+    refused = attachment.set_mode(mode, actor, why, cause="manual").get("error") or None
+    if refused is None and attachment.control is not None:
+        attachment.control.obeyed(mode, "manual", actor, why)
     after = _status(attachment)
     moved = {"from": before.get("policy"), "to": after.get("policy"), "mode": after.get("mode")}
     return {"ok": refused is None, "error": refused, **moved, "status": after}

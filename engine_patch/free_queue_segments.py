@@ -208,28 +208,30 @@ class Segments:
             below: bytes | None = None
             content: bytes | None = None
             taken = 0
-            for _ in range(min(left, state.num_front)):
-                block_id = block.block_id
-                content = block._block_hash
-                if content is not None:
-                    # Usual is a block whose only child, if it lives, has just been evicted before it.
-                    kid = child[block_id]
-                    if mark[block_id] & LINKED or (kid is not below and kid is not None and kid in cache):
-                        break
-                    below = content
-                mark[block_id] = 0
-                evicted.append(block)
-                taken += 1
-                after = block.next_free_block
-                block.prev_free_block = block.next_free_block = None
-                block = after
-                content = None
-            head.next_free_block = block
-            block.prev_free_block = head
-            state.num_front -= taken
-            self.num_free_blocks -= taken
-            if not state.num_front:
-                state.front_last = head
+            try:
+                for _ in range(min(left, state.num_front)):
+                    block_id = block.block_id
+                    content = block._block_hash
+                    if content is not None:
+                        # Usual is a block whose only child, if it lives, has just been evicted before it.
+                        kid = child[block_id]
+                        if mark[block_id] & LINKED or (kid is not below and kid is not None and kid in cache):
+                            break
+                        below = content
+                    mark[block_id] = 0
+                    evicted.append(block)
+                    taken += 1
+                    after = block.next_free_block
+                    block.prev_free_block = block.next_free_block = None
+                    block = after
+                    content = None
+            finally:
+                head.next_free_block = block
+                block.prev_free_block = head
+                state.num_front -= taken
+                self.num_free_blocks -= taken
+                if not state.num_front:
+                    state.front_last = head
             left -= taken
             if content is not None:
                 left -= 1

@@ -52,7 +52,7 @@ def _declared() -> tuple[Family, ...]:
         ),
         Family("wakman_residual", GAUGE, "Shadow of the live policy less the engine's own hit rate, as a share."),
         Family("wakman_shadow_up", GAUGE, "1: the shadow process runs."),
-        Family("wakman_events_dropped_total", COUNTER, "Events that the shadow never got because it was too slow."),
+        Family("wakman_events_dropped_total", COUNTER, "Events that the shadow never got: it was slow, or ended."),
         Family("wakman_decisions_total", COUNTER, "Decisions of the shadow by their outcome.", ("engine", "reason")),
         Family("wakman_control_file_ignored_total", COUNTER, "Contents of the control file that were not obeyed."),
         Family("wakman_status_timestamp_seconds", GAUGE, "When this engine was asked last and answered, unix seconds."),

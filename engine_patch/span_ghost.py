@@ -1,6 +1,7 @@
 """What S3-FIFO and ARC remember of evicted blocks, as ranges: the newest so many.
 
-A block is forgotten by its own stamp, so that nothing is looked for in the middle of the queue.
+A block is forgotten by its own stamp, so that nothing is looked for in the middle of the queue. Ranges of which nothing
+is remembered are dropped in their turn, or when they are more than what is remembered.
 """
 
 from collections import deque
@@ -10,6 +11,7 @@ import numpy as np
 from engine_patch.chain_ids import Mask, Numbers
 
 Span = list[int]  # low, high, and what belongs to it
+FORGOTTEN = 64  # ranges that are never too many
 
 
 class Ghost:
@@ -18,7 +20,8 @@ class Ghost:
     __slots__ = ("_order", "_stamp", "_stamps", "count")
 
     def __init__(self, size: int) -> None:
-        self._stamps = np.zeros(size, dtype=np.int32)
+        # 64 bits: 32 are used up in weeks, at a thousand evictions a second.
+        self._stamps = np.zeros(size, dtype=np.int64)
         self._order: deque[Span] = deque()
         self._stamp = 0
         self.count = 0
@@ -29,6 +32,8 @@ class Ghost:
         self._stamps[low:high] = self._stamp
         self._order.append([low, high, self._stamp])
         self.count += high - low
+        if len(self._order) > 2 * self.count + FORGOTTEN:
+            self._order = deque(span for span in self._order if (self._stamps[span[0] : span[1]] == span[2]).any())
 
     def take(self, low: int, high: int) -> Mask | None:
         """Forget those of the range, and return which they were; None for none."""
@@ -69,7 +74,7 @@ class Ghost:
 
     def renumber(self, wanted: Mask, new: Numbers, size: int) -> None:
         """Follow a renumbering."""
-        stamps = np.zeros(size, dtype=np.int32)
+        stamps = np.zeros(size, dtype=np.int64)
         kept = self._stamps[: len(wanted)][wanted]
         stamps[: len(kept)] = kept
         order: deque[Span] = deque()

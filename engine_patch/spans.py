@@ -6,11 +6,10 @@ that a request costs a few steps and not hundreds. A block is an id of chain_ids
    since a request's blocks come tail first; in the front from its low end, since orphans come parent first.
 2. A request walks a chain from its start, so what it finds of a span is the span's beginning: spans are found by
    their low id alone, and a hit takes a beginning away. A span emptied in the middle of a queue is skipped when its
-   turn comes.
+   turn comes, or dropped when most are empty: where everything is hit nothing is evicted, and no turn ever comes.
 3. Blocks whose parent is evicted are orphans: with all their descendants they move to the front's end, without counts.
 4. LRU knows no orphans and has none, as a parent is always freed behind its children; unless it took over the blocks of
    another policy, where main may be ahead of small, or a request ended before all its blocks were computed.
-
 5. A copy (copies.py) is a span of its own. S3-FIFO and ARC free it into the front, LRU like any other block.
 
 Where several parts give victims for one request, how many each gives is as block by block, but one part gives all of
@@ -30,6 +29,7 @@ from engine_patch.span_ghost import Ghost, Span
 
 FRONT, SMALL, MAIN = 0, 1, 2
 IN_MAIN = 4  # state of a block: freq 0 to 3, plus this when it belongs to main
+EMPTY = 64  # spans in one part that are never too many
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -153,6 +153,10 @@ class SpanQueue:
         part.append(span)
         self._at[low] = span
         self._sizes[kind] += high - low
+        if len(part) > 2 * len(self._at) + EMPTY:
+            alive = [span for span in part if span[0] < span[1]]
+            part.clear()
+            part.extend(alive)
 
     def _pop(self, part: int, count: int, ghost: Ghost | None) -> int:
         """Evict up to `count` blocks from a part's head into a ghost; return how many."""

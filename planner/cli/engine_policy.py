@@ -29,7 +29,7 @@ def register(group: typer.Typer) -> None:
 def policy(
     name: Annotated[str, typer.Argument(metavar="POLICY", help=f"{NAMES}.")],
     url: UrlOption,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; kept in the engines' history.")],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; shown by status, and in the history of switches.")],
     actor: Annotated[str | None, typer.Option(help="Who does so.  [the login name]")] = None,
     api_key: KeyOption = None,
     output: OutputOption = Format.TABLE,

@@ -34,7 +34,7 @@ def status(
     """Show each engine's policy, and what others would hit.
 
     Of each engine: the eviction policy that is live, since when and who chooses it, the hit rate that its shadow
-    expects of each policy (share of prompt tokens), and the last decision.
+    expects of each policy (share of prompt tokens), the last decision, and whose order holds a policy.
     """
     servers, _, code = ask_all(url, "status", api_key)
     show({"servers": servers}, output, *_tables(servers))
@@ -116,7 +116,21 @@ def _tables(servers: "Sequence[Server]") -> list[Table]:
     said_rows = [(where, engine.get("engine"), text) for where, engine in engines if (text := _decision(engine))]
     if said_rows:
         tables.append(Table(("server", "engine", "last decision"), said_rows))
+    held_rows = [(where, engine.get("engine"), *held) for where, engine in engines if (held := _held(engine))]
+    if held_rows:
+        tables.append(Table(("server", "engine", "held", "since", "by", "why"), held_rows))
     return tables
+
+
+def _held(engine: dict[str, Any]) -> tuple[object, ...]:
+    """Return which policy is held, since when, by whom and why; empty where the engine chooses, or is not attached."""
+    mode = engine.get("mode")
+    if not engine.get("attached") or mode == "auto":
+        return ()
+    order = engine.get("order") or {}
+    if order.get("mode") != mode:
+        return mode, time_of(engine.get("mode_since")), "WAKMAN_POLICY", None
+    return mode, time_of(order.get("at")), order.get("actor"), order.get("why")
 
 
 def _shadowed(engine: dict[str, Any]) -> bool:

@@ -125,6 +125,21 @@ def test_a_decision_of_before_the_last_switch_says_so() -> None:
         assert run("status", "--url", after).stdout.count("(before the last switch) lru stays") == 1
 
 
+def test_who_holds_a_policy_is_said() -> None:
+    """A held policy comes with who, since when and why, also where it was live already; one that nobody ordered is the
+    environment's; of engines that choose, or that are not attached, nothing is said."""
+    order = {"mode": "lru", "cause": "manual", "actor": "mira", "why": "an incident", "at": 1_700_000_000.0}
+    held, started = Engine(mode="lru", order=order), Engine(mode="arc", policy="arc", order=None)
+    with patched(held, started) as url:
+        table = run("status", "--url", url).stdout.split("held", 1)[1]
+        rows = [line.split() for line in table.splitlines()[1:]]
+        assert rows[0][1:] == ["0", "lru", "2023-11-14", "22:13:20+00:00", "mira", "an", "incident"]
+        assert rows[1][-2:] == ["WAKMAN_POLICY", "-"]
+    off = Engine(attached=False, reason="switched off by mira", mode="off", order={**order, "mode": "off"})
+    with patched(Engine(order={**order, "mode": "auto"}), off) as url:
+        assert "held" not in run("status", "--url", url).stdout
+
+
 def test_an_engine_without_switches_says_so() -> None:
     """An empty history is a sentence, not silence."""
     with patched(Engine()) as url:
@@ -188,6 +203,7 @@ def test_a_simulated_engine_is_seen_and_steered_alike() -> None:
             run("policy", "s3fifo", "--url", url, "--reason", "scans", "--actor", "mira")
             (engine,) = json.loads(run("status", "--url", url, "-o", "json").stdout)["servers"][0]["engines"]
             assert (engine["attached"], engine["policy"], engine["mode"]) == (True, "s3fifo", "s3fifo")
+            assert (engine["order"]["actor"], engine["order"]["why"]) == ("mira", "scans")
             assert "scans" in run("history", "--url", url).stdout
             assert "unknown policy" in run("policy", "lfu", "--url", url, "--reason", "r", exit_code=3).stderr
         finally:

@@ -83,6 +83,7 @@ def test_orders_and_answers(llm: Any) -> None:
     assert status["switches"] == sum(row["count"] for row in status["switch_counts"]) == len(history)
     told = called(llm, "wakman_set_policy", "auto")
     assert (told["ok"], told["mode"], told["to"]) == (True, "auto", "lru")
+    assert (told["status"]["order"]["mode"], told["status"]["order"]["actor"]) == ("auto", "somebody")
     told = called(llm, "wakman_set_policy", "lfu", "mira", "?")
     assert (told["ok"], told["unknown"]) == (False, True)
     assert called(llm, "wakman_status")["mode"] == "auto"

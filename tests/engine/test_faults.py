@@ -1,5 +1,6 @@
 """Whatever fails in the patch: vLLM's queue and methods are back at once, one line is logged, the status says why."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -287,3 +288,37 @@ def test_the_check_of_a_large_pool_is_spread_over_steps(monkeypatch: pytest.Monk
     there.poll(now)
     assert not there.attached
     assert "the list is broken at block 4999" in there.status()["reason"]
+
+
+def test_a_check_that_is_due_lets_the_one_under_way_come_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more slices than steps between two checks each is finished all the same, and the next one follows."""
+    with_ears(monkeypatch)
+    scheduler, _ = bare(5000)
+    there = attach.attach(scheduler, {"WAKMAN_SELF_CHECK_S": "1"})
+    assert isinstance(there, Attachment)
+    now = time.monotonic()
+    for step in range(12):
+        there.poll(now + 2 * step)
+    assert there.attached
+    assert there.status()["self_checks"] == 5
+
+
+def test_who_is_detached_keeps_nothing_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was known of blocks and evicted contents is given back, in the middle of a check as at any time."""
+    with_ears(monkeypatch)
+    scheduler, blocks = bare(5000)
+    there = attach.attach(scheduler, {})
+    assert isinstance(there, Attachment)
+    pool = scheduler.kv_cache_manager.block_pool
+
+    def kept() -> int:
+        gc.collect()
+        return sum(type(one) is free_queue.LinkedState and one.pool is pool for one in gc.get_objects())
+
+    assert there.set_mode("arc", "test", "")["ok"]
+    serve(blocks, 3)
+    assert kept() == 1
+    assert there.set_mode("off", "test", "")["ok"]
+    assert kept() == 0
+    assert there.status()["self_checks"] == 0
+    serve(blocks, 3, first=3)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from engine_patch import free_queue
+from engine_patch import free_queue, free_queue_segments
 from engine_patch.free_queue_clear import can_clear
 from engine_patch.policy import POLICIES
 from tests.engine.pool_driver import PoolDriver, chain, new_pool
@@ -33,6 +33,39 @@ def test_a_function_that_is_not_vllms_own_is_left_to_itself(name: str, monkeypat
     monkeypatch.setattr(BlockPool, name, theirs)
     assert not can_clear(new_pool(8))
     assert not PoolDriver(0, 8).state.clears_hashes
+
+
+def test_a_map_of_hashes_that_is_not_vllms_own_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who follows what leaves the map does so in its `pop`, which is not called for what leaves with our blocks."""
+    pool = new_pool(8)
+    stock = type(pool.cached_block_hash_to_block).pop
+
+    def theirs(self: Any, *args: Any) -> Any:
+        return stock(self, *args)
+
+    monkeypatch.setattr(type(pool.cached_block_hash_to_block), "pop", theirs)
+    assert not can_clear(pool)
+
+
+@pytest.mark.parametrize("policy", KEYED)
+def test_a_fault_while_hashes_are_taken_out_loses_no_block(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks are given all the same, vLLM takes out what is left, and the queue goes on as vLLM's own."""
+    pool = PoolDriver(0, 8)
+    free_queue.switch(pool.queue, pool.state, policy)
+    request = pool.start(chain((1, 2, 3)), 3)
+    assert request is not None
+    pool.finish(request)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(free_queue_segments, "clear_hashes", fail)
+    blocks = pool.pool.get_new_blocks(8)
+    assert sorted(block.block_id for block in blocks) == list(range(1, 9))
+    assert not pool.pool.cached_block_hash_to_block._cache
+    assert pool.state is not None
+    assert "broken" in str(pool.state.fault)
+    assert type(pool.queue) is pool.state.classes["lru"]
 
 
 @pytest.mark.parametrize("policy", KEYED)

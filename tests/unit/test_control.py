@@ -186,6 +186,32 @@ def test_the_newest_order_wins(tmp_path: Path) -> None:
     assert status["control_file"]["obeyed"]["policy"] == "lru"
 
 
+def test_the_last_order_that_was_obeyed_stands_in_the_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who holds a policy that is live already switches nothing, and yet the status and the log name them, by command
+    and by file; what was refused is no order."""
+    caplog.set_level("INFO", "vllm.wakman")
+    path = tmp_path / "wakman.json"
+    attachment = Attached(str(path))
+    attachment.control = Control(attachment, ControlFile(str(path)))
+    assert answer(attachment, 0, "wakman_status")["order"] is None
+    answer(attachment, 0, "wakman_set_policy", "lru", "someone", "an incident")
+    answer(attachment, 0, "wakman_set_policy", "lfu", "nobody", "?")
+    found = answer(attachment, 0, "wakman_status")
+    assert found["switch_counts"] == []
+    assert {**found["order"], "at": 0} == {
+        "mode": "lru",
+        "cause": "manual",
+        "actor": "someone",
+        "why": "an incident",
+        "at": 0,
+    }
+    assert "mode lru (manual, someone): an incident" in caplog.text
+    write(path, "auto")
+    attachment.control._file.look()
+    order = answer(attachment, 0, "wakman_status")["order"]
+    assert (order["mode"], order["cause"], order["actor"], order["why"]) == ("auto", "file", "mira", "scans")
+
+
 def test_a_file_that_the_engine_refuses_is_ignored(tmp_path: Path) -> None:
     """An unknown policy in the file, or a switch that fails, leaves what is live and is said in the status."""
     path = tmp_path / "wakman.json"

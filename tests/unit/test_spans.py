@@ -147,3 +147,19 @@ def test_spans_evict_what_the_keyed_queue_evicts(policy: str) -> None:
         spans.append(ranges)
         apart = set(ids.names[spans.blocks()].tolist()) ^ set(keyed)
         assert len(apart) <= (0 if policy == "lru" else 12)
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+@pytest.mark.parametrize("chains", [7, 17])
+def test_nothing_grows_with_the_number_of_requests(policy: str, chains: int) -> None:
+    """The same prompts for ever, all of them in the pool or half of them in a ghost: places are not piled up."""
+    shadow = PoolShadow([policy], 100, BLOCK)
+    rng = Random(0)
+    for request in range(4000):
+        prompt = [100 * rng.randrange(chains) + at for at in range(1, 10)]
+        shadow.admitted(request, prompt, len(prompt) * BLOCK + 1)
+        shadow.freed(request, [], len(prompt), len(prompt) + 1)
+    queue = shadow.lanes[0].queue
+    places = [len(part) for part in queue._parts]
+    places += [len(getattr(queue, name)._order) for name in type(queue).__slots__ if name.endswith("_ghost")]
+    assert max(places) < 300
