@@ -17,6 +17,7 @@ Cost of a poll with nothing to do: about 5 µs; with a batch of 100,000 blocks b
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -31,6 +32,8 @@ import numpy as np
 from engine_patch.decision import Decision
 from engine_patch.events import Recorder
 from engine_patch.shadow_process import Options
+
+logger = logging.getLogger("vllm.wakman")
 
 STARTS = 8
 STEADY_S = 600.0
@@ -139,6 +142,7 @@ class ShadowLink:
         if code is not None:
             self._error = self._error or f"the shadow process ended with status {code}"
             self._forget(now)
+            self._log(now)
             return decisions
         self._feed(now)
         return decisions
@@ -162,6 +166,7 @@ class ShadowLink:
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._error = f"the shadow process cannot be started: {error}"
+            self._log(now)
             return
         self._process = process
         self._starts += 1
@@ -173,6 +178,10 @@ class ShadowLink:
             os.set_blocking(pipe.fileno(), False)
         with contextlib.suppress(OSError):
             fcntl.fcntl(_pipe(process.stdin), F_SETPIPE_SZ, PIPE_BYTES)
+
+    def _log(self, now: float) -> None:
+        again = f"next try in {self._retry_at - now:.0f} s" if self._attempts < STARTS else "given up"
+        logger.warning("wakman: no shadow, so nothing is decided: %s; %s", self._error, again)
 
     def _options(self, fresh: bool) -> Options:
         settings = self._settings

@@ -116,13 +116,17 @@ def test_a_shadow_that_is_no_more_has_no_rates(linked: Any) -> None:
     assert link.status()["rates"] == {}
 
 
-def test_a_process_that_ends_is_started_again_only_so_often(linked: Any) -> None:
-    """It is started again after a pause, STARTS times in all, and then given up; nothing is left unreaped."""
+def test_a_process_that_ends_is_started_again_only_so_often(linked: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It is started again after a pause, STARTS times in all, and then given up, each time with a line in the log."""
     link = linked("import sys; sys.exit(7)")
     polled(link, lambda: link.status()["gave_up"])
     status = link.status()
     assert (status["up"], status["starts"], status["pid"]) == (False, STARTS, None)
     assert "status 7" in status["error"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "vllm.wakman"]
+    assert len(lines) == STARTS
+    assert all("ended with status 7" in line for line in lines)
+    assert ["given up" in line for line in lines] == [False] * (STARTS - 1) + [True]
     link.recorder.reset(0.0)
     assert link.poll() == []
 
