@@ -8,7 +8,7 @@
 import math
 
 from engine_patch.free_queue_segments import BARE, NOTHING, OF_MAIN, Freed, Segments
-from engine_patch.free_queue_state import BRANCH, COPY, FREQ, LINKED, MAIN, Block, leave
+from engine_patch.free_queue_state import FREQ, LINKED, MAIN, Block, leave
 from engine_patch.ghost import Ghost
 
 COUNTED = bytes(range(1, FREQ + 1))  # the bytes of blocks that were hit and are not of T2 yet, but for BRANCH
@@ -106,7 +106,7 @@ class ArcSegments(Segments):
             for _ in range(count):
                 block_id = block.block_id
                 content = block._block_hash
-                if content is None or mark[block_id] & (COPY | BRANCH):
+                if content is None or mark[block_id] & LINKED:
                     break
                 kid = child[block_id]
                 if kid is not below and kid is not None and kid in cache:

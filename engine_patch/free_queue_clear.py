@@ -46,7 +46,7 @@ def _function(pool: Any, name: str) -> Any:
 
 
 def clear_hashes(pool: Any, blocks: list[Block]) -> None:
-    """Drop the hashes of blocks that were just taken out of the queue; about 60 ns a block."""
+    """Drop the hashes of blocks that were just taken out of the queue; 0.2 to 0.3 µs a block, and vLLM saves more."""
     if pool.enable_kv_cache_events or pool.metrics_collector or pool.cached_block_hashes_by_block:
         return
     cache = pool.cached_block_hash_to_block._cache

@@ -9,7 +9,7 @@
 from typing import ClassVar
 
 from engine_patch.free_queue_segments import BARE, NOTHING, OF_MAIN, Freed, Segments
-from engine_patch.free_queue_state import BRANCH, COPY, FREQ, LINKED, MAIN, Block, leave
+from engine_patch.free_queue_state import FREQ, LINKED, MAIN, Block, leave
 
 
 class S3FifoSegments(Segments):
@@ -151,7 +151,7 @@ class S3FifoSegments(Segments):
             if known & FREQ:
                 block = self._another_turn(block)
                 continue
-            if known & (COPY | BRANCH):
+            if known & LINKED:
                 break
             kid = child[block_id]
             if kid is not None and kid is not below and kid in cache:

@@ -23,14 +23,11 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any
-
-import numpy as np
 
 from engine_patch.decision import Decision
 from engine_patch.events import Recorder
+from engine_patch.shadow_command import command, environment
 from engine_patch.shadow_process import Options
 
 logger = logging.getLogger("vllm.wakman")
@@ -45,12 +42,6 @@ LINE_BYTES = 64 << 10
 PIPE_BYTES = 1 << 20
 END_S = 1.0
 F_SETPIPE_SZ = 1031
-
-# Appended, not put first: what the environment itself offers goes before. `-m` would need the engine's directory.
-BOOT = (
-    "import sys; sys.path.extend(sys.argv.pop(1).split('\\n')); "
-    "from engine_patch.shadow_process import main; sys.exit(main())"
-)
 
 
 class ShadowLink:
@@ -308,18 +299,6 @@ class ShadowLink:
         self._line.clear()
         self._state = {}
         self._rates = {}  # of a shadow that is no more
-
-
-def command(options: Options) -> list[str]:
-    """Return the process's command line; the package and numpy are found where this process has them."""
-    roots = dict.fromkeys(str(Path(file).resolve().parents[1]) for file in (__file__, np.__file__))
-    return [sys.executable, "-c", BOOT, "\n".join(roots), options.to_json()]
-
-
-def environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the process's environment: none of vLLM's variables, and one thread for numpy."""
-    kept = {name: value for name, value in ours.items() if not name.startswith(("VLLM_", "WAKMAN_"))}
-    return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _pipe(pipe: IO[bytes] | None) -> int:

@@ -13,8 +13,9 @@ import pytest
 from engine_patch import link as link_module
 from engine_patch.decision import Decision
 from engine_patch.events import Recorder
-from engine_patch.link import STARTS, ShadowLink, environment
+from engine_patch.link import STARTS, ShadowLink
 from engine_patch.settings import EngineSettings
+from engine_patch.shadow_command import environment
 
 DECISION = Decision(
     t=1.0,
