@@ -105,25 +105,28 @@ class Collector:
         return lambda block=None: self.told.append((name, block.block_id, block.block_hash is None))
 
 
+@pytest.mark.parametrize("listener", ["events", "metrics"])
 @pytest.mark.parametrize("policy", KEYED)
-def test_events_and_metrics_are_told_all_they_are_told_without_us(policy: str) -> None:
+def test_events_and_metrics_are_told_all_they_are_told_without_us(policy: str, listener: str) -> None:
     """Where somebody listens, vLLM evicts by itself: the same events of removed blocks, the same calls."""
     told = []
     for clears in (True, False):
         pool = PoolDriver(0, 16)
         assert pool.state is not None
         pool.state.clears_hashes = clears
-        pool.pool.metrics_collector = collector = Collector()
+        collector = Collector()
+        if listener == "metrics":
+            pool.pool.metrics_collector = collector
         free_queue.switch(pool.queue, pool.state, policy)
         for at in range(12):
             pool.pool.enable_kv_cache_events = False
             request = pool.start(chain((at % 5, at % 3, 1)), 3)
             assert request is not None
             pool.finish(request)
-            pool.pool.enable_kv_cache_events = True
+            pool.pool.enable_kv_cache_events = listener == "events"
             pool.pool.free_blocks(pool.pool.get_new_blocks(7))
         removed = [event for event in pool.pool.take_events() if type(event).__name__ == "BlockRemoved"]
-        assert removed
+        assert removed if listener == "events" else collector.told
         told.append((removed, collector.told))
     assert told[0] == told[1]
 

@@ -56,6 +56,28 @@ def test_a_switch_loses_no_block_and_nothing_cached(before: str, after: str) -> 
     assert len(pool.pool.get_new_blocks(16)) == 16
 
 
+@pytest.mark.parametrize("policy", KEYED)
+def test_what_a_block_was_before_lru_gave_it_away_is_forgotten(policy: str) -> None:
+    """A block that led two chains, taken under LRU and filled after the switch: those chains do not hang on it."""
+    pool = driver("lru", 8)
+    serve(pool, 1, 2)
+    leader = pool.lookup(chain((1,)), 1)[0]
+    serve(pool, 1, 3)
+    taken = pool.pool.get_new_blocks(8)
+    free_queue.switch(pool.queue, pool.state, policy)
+    new = Running(chain((9,)), [leader])
+    pool.hash_up_to(new, 1)
+    pool.pool.free_blocks([block for block in taken if block is not leader])
+    pool.finish(new)
+    serve(pool, 1, 2)
+    serve(pool, 1, 3)
+    while pool.lookup(chain((9,)), 1):
+        pool.pool.get_new_blocks(1)
+    assert pool.state is not None
+    assert pool.state.num_front == 0
+    assert [cached(pool, *path) for path in ((1, 2), (1, 3))] == [2, 2]
+
+
 def test_an_unknown_policy_changes_nothing() -> None:
     """The error names the policies; the queue goes on as it was."""
     pool = driver("s3fifo")
